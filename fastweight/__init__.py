@@ -1,0 +1,1 @@
+"""Fast-weight attention for PyTorch."""

@@ -1,0 +1,1 @@
+"""The mathematics of the memory: rules, writes, forms. Imports torch only."""
