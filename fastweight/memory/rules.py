@@ -67,7 +67,9 @@ class Rule:
         if self.window > 1 and self.eps == 0:
             raise ValueError(f"rule.eps: got 0 with window {self.window}, expected eps > 0 for a window rule")
         if self.window > 1 and self.gain == "column":
-            raise ValueError(f"rule.window: got {self.window} with column gain, expected window 1 (no rule combines them)")
+            raise ValueError(
+                f"rule.window: got {self.window} with column gain, expected window 1 (no rule combines them)"
+            )
         if self.read == "normalized" and (self.gain != "scalar" or self.objective != "inner-product"):
             raise ValueError(
                 f"rule.read: got 'normalized' for {self.objective} with {self.gain} gain, "

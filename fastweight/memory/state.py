@@ -97,7 +97,9 @@ class State(NamedTuple):
         """The state that `tensors` wrote; a missing part raises ValueError."""
         missing = [name for name in cls._fields if prefix + name not in tensors]
         if missing:
-            raise ValueError(f"tensors: got no {', '.join(prefix + name for name in missing)}, expected every State field")
+            raise ValueError(
+                f"tensors: got no {', '.join(prefix + name for name in missing)}, expected every State field"
+            )
         return cls(*(tensors[prefix + name] for name in cls._fields))
 
     @property

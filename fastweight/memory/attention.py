@@ -1,0 +1,245 @@
+"""The public op: checks, packing, choice of form and backend. The mathematics is in writes, recurrent and block.
+
+`fast_weight_attention` serves the six rules; `delta_rule` and `linear_attention` reach the same engines with gates of
+their own (DeltaNet, Gated DeltaNet; RetNet, Lightning, SSD). Traps: the op scales nothing (no 1/sqrt(K)) and normalises
+nothing: with unnormalised keys and a direct step, eta |x|^2 must stay below 2 for a regression rule to be stable, which
+is the caller's business (the layer normalises q and k). Keys come unshifted: the op pairs.
+"""
+
+import logging
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from fastweight.memory import checks, packing
+from fastweight.memory.block import block
+from fastweight.memory.recurrent import recurrent
+from fastweight.memory.rules import Rule, rule_of
+from fastweight.memory.state import State
+from fastweight.memory.writes import make_writes
+
+_log = logging.getLogger("fastweight")
+
+DELTA_RULE = Rule("delta-rule", "regression", pairing="same-step", step="direct")
+LINEAR_ATTENTION = Rule("linear-attention", "inner-product", pairing="same-step", step="direct")
+
+
+class _Choice(NamedTuple):
+    form: str
+    backend: str
+    chunk_size: int | None
+
+
+def fast_weight_attention(
+    q: Float[Tensor, "B T Hk K"],
+    k: Float[Tensor, "B T Hk K"],
+    v: Float[Tensor, "B T H V"],
+    beta: Float[Tensor, "B T H"] | Float[Tensor, "B T H V"] | None,
+    lam: Float[Tensor, "B T H"] | None,
+    rule: str | Rule,
+    *,
+    form: str = "auto",
+    backend: str = "auto",
+    chunk_size: int | None = None,
+    initial_state: State | Float[Tensor, "N H K V"] | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Int[Tensor, " N+1"] | None = None,
+    mask: Bool[Tensor, "B T"] | None = None,
+) -> tuple[Float[Tensor, "B T H V"], State | None]:
+    """Writes T pairs into a fast-weight memory and reads it at every token (SPEC sections 2 to 6).
+
+    Args:
+        q, k: read and write features, already featured and normalised, k unshifted; head h of v uses group h // (H/Hk).
+        v: values.
+        beta: dimensionless gain in (0, 2), or the step eta itself when rule.step is "direct"; per head, or per value
+            column for a column rule; None means ones.
+        lam: shrinkage >= 0 (lambda, or lambda-bar when rule.ridge is "scaled"); None means no decay.
+        rule: a name of RULES or a Rule.
+        form: "recurrent" (token by token), "masked" (one block of T), "chunk"; all are exact. "auto" chooses.
+        backend: "torch", "triton", or "auto". An explicit form or backend is obeyed or raises.
+        chunk_size: tokens a chunk of the chunk form; None takes a size that suits the rule.
+        initial_state: a State continues exactly; a bare S starts a fresh segment (no write at its first token).
+        output_final_state: whether to return the State after the last token.
+        cu_seqlens: bounds of N sequences packed in one row (batch 1); N states in and out.
+        mask: False marks identity steps: no write, no decay, not a previous key, in no window.
+
+    Returns:
+        o in v's dtype, and the final State (float32, or float64 for float64 inputs), or None.
+
+    Raises:
+        ValueError: for anything inconsistent, naming the argument, what was got and what was expected.
+    """
+    rule = rule_of(rule)
+    checks.check_qkv(q, k, v)
+    checks.check_gate("beta", beta, v, column=rule.gain == "column")
+    checks.check_gate("lam", lam, v)
+    choice = _Choice(form, backend, chunk_size)
+    return _attend(q, k, v, beta, lam, None, rule, choice, initial_state, output_final_state, cu_seqlens, mask)
+
+
+def delta_rule(
+    q: Float[Tensor, "B T Hk K"],
+    k: Float[Tensor, "B T Hk K"],
+    v: Float[Tensor, "B T H V"],
+    beta: Float[Tensor, "B T H"] | None,
+    log_decay: Float[Tensor, "B T H"] | None = None,
+    *,
+    form: str = "auto",
+    backend: str = "auto",
+    chunk_size: int | None = None,
+    initial_state: State | Float[Tensor, "N H K V"] | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Int[Tensor, " N+1"] | None = None,
+    mask: Bool[Tensor, "B T"] | None = None,
+) -> tuple[Float[Tensor, "B T H V"], State | None]:
+    """DeltaNet, and Gated DeltaNet when log_decay (<= 0, natural log, per head) is given; the scale of q is 1.
+
+        S_t = exp(log_decay_t) S_{t-1};   S_t += x_t beta_t (v_t - S_t^T x_t)^T   with x_t = k_t
+
+    Keywords, State and errors as in `fast_weight_attention`.
+    """
+    checks.check_qkv(q, k, v)
+    checks.check_gate("beta", beta, v)
+    checks.check_gate("log_decay", log_decay, v)
+    choice = _Choice(form, backend, chunk_size)
+    decay = torch.zeros_like(v[..., 0]) if log_decay is None else log_decay
+    return _attend(q, k, v, beta, None, decay, DELTA_RULE, choice, initial_state, output_final_state, cu_seqlens, mask)
+
+
+def linear_attention(
+    q: Float[Tensor, "B T Hk K"],
+    k: Float[Tensor, "B T Hk K"],
+    v: Float[Tensor, "B T H V"],
+    log_decay: Float[Tensor, "B T H"] | None = None,
+    *,
+    form: str = "auto",
+    backend: str = "auto",
+    chunk_size: int | None = None,
+    initial_state: State | Float[Tensor, "N H K V"] | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Int[Tensor, " N+1"] | None = None,
+    mask: Bool[Tensor, "B T"] | None = None,
+) -> tuple[Float[Tensor, "B T H V"], State | None]:
+    """Unnormalised linear attention; with log_decay (<= 0, natural log, per head) RetNet, Lightning attention, SSD.
+
+        S_t = exp(log_decay_t) S_{t-1} + k_t v_t^T,   o_t = S_t^T q_t
+
+    Keywords, State and errors as in `fast_weight_attention`.
+    """
+    checks.check_qkv(q, k, v)
+    checks.check_gate("log_decay", log_decay, v)
+    choice = _Choice(form, backend, chunk_size)
+    decay = torch.zeros_like(v[..., 0]) if log_decay is None else log_decay
+    rule = LINEAR_ATTENTION
+    return _attend(q, k, v, None, None, decay, rule, choice, initial_state, output_final_state, cu_seqlens, mask)
+
+
+def step(
+    q_t: Float[Tensor, "B Hk K"],
+    k_t: Float[Tensor, "B Hk K"],
+    v_t: Float[Tensor, "B H V"],
+    beta_t: Float[Tensor, "B H"] | Float[Tensor, "B H V"] | None,
+    lam_t: Float[Tensor, "B H"] | None,
+    state: State | Float[Tensor, "B H K V"] | None,
+    rule: str | Rule,
+    *,
+    mask_t: Bool[Tensor, " B"] | None = None,
+) -> tuple[Float[Tensor, "B H V"], State]:
+    """One token of `fast_weight_attention`: o_t and the next State, the old one untouched (SPEC section 6, recurrent)."""
+    for name, value, axes in (("q_t", q_t, 3), ("k_t", k_t, 3), ("v_t", v_t, 3)):
+        if not isinstance(value, Tensor) or value.ndim != axes:
+            got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            checks.fail(name, got, "a tensor of 3 axes [batch, heads, width]")
+    one = [None if part is None else part[:, None] for part in (q_t, k_t, v_t, beta_t, lam_t, mask_t)]
+    q, k, v, beta, lam, mask = one
+    o, new = fast_weight_attention(
+        q,
+        k,
+        v,
+        beta,
+        lam,
+        rule,
+        form="recurrent",
+        initial_state=state,
+        output_final_state=True,
+        mask=mask,  # type: ignore
+    )
+    assert new is not None, "output_final_state was asked for"
+    return o[:, 0], new
+
+
+def _attend(q, k, v, beta, lam, log_decay, rule, choice, initial_state, output_final_state, cu_seqlens, mask):
+    """The op after its gates are checked: packing around `_dense`, dtypes in and out."""
+    checks.check_choice("form", choice.form, checks.FORMS)
+    checks.check_choice("backend", choice.backend, checks.BACKENDS)
+    checks.check_chunk_size(choice.chunk_size)
+    checks.check_mask(mask, v)
+    checks.check_cu_seqlens(cu_seqlens, v)
+    N = len(v) if cu_seqlens is None else len(cu_seqlens) - 1
+    checks.check_state(initial_state, k, v, rule, N)
+    inputs = [t for t in (q, k, v, beta, lam, log_decay) if t is not None]
+    dtype = torch.float64 if any(t.dtype == torch.float64 for t in inputs) else torch.float32
+    state = _start(initial_state, rule, N, k, v, dtype)
+    with torch.autocast(v.device.type, enabled=False):
+        cast = [None if t is None else t.to(dtype) for t in (q, k, v, beta, lam, log_decay)]
+        if cu_seqlens is None:
+            o, state = _dense(*cast, rule, choice, state, mask)
+        else:
+            o, state = _packed(*cast, rule, choice, state, mask, cu_seqlens)
+    return o.to(v.dtype), state if output_final_state else None
+
+
+def _start(initial: State | Tensor | None, rule: Rule, N: int, k: Tensor, v: Tensor, dtype: torch.dtype) -> State:
+    if isinstance(initial, State):
+        return initial.to(dtype)
+    S = initial if isinstance(initial, Tensor) else v.new_zeros(N, v.shape[2], k.shape[3], v.shape[3], dtype=dtype)
+    return State.fresh(S.to(dtype), rule, num_key_heads=k.shape[2])
+
+
+def _packed(q, k, v, beta, lam, log_decay, rule, choice, state, mask, cu_seqlens):
+    """Every bucket of sequences as a dense batch; outputs and states back in order."""
+    if len(cu_seqlens) == 1:
+        return torch.zeros_like(v), state
+    found = packing.buckets(cu_seqlens)
+    outputs, states = [], []
+    for bucket in found:
+        inner = bucket.take(mask)
+        if inner is not None and bucket.mask is not None:
+            inner = inner & bucket.mask
+        rows = [bucket.take(t) for t in (q, k, v, beta, lam, log_decay)]
+        o, new = _dense(*rows, rule, choice, state.index_select(bucket.rows), bucket.mask if inner is None else inner)
+        outputs.append(o)
+        states.append(new)
+    back = torch.cat([bucket.rows for bucket in found]).argsort()
+    return packing.merge(outputs, found), State.cat(states).index_select(back)
+
+
+def _dense(q, k, v, beta, lam, log_decay, rule, choice, state, mask):
+    """B rows of T tokens after B states, everything in one float dtype."""
+    T = v.shape[1]
+    if v.numel() == 0:
+        return torch.zeros_like(v), state
+    if mask is not None:
+        # A masked token may hold anything, NaN included: 0 * NaN must not reach the memory.
+        hidden = ~mask[..., None, None]
+        k, v = k.masked_fill(hidden, 0), v.masked_fill(hidden, 0)
+    writes, boundary = make_writes(k, v, beta, lam, rule, state, mask, log_decay)
+    S = state.S
+    if rule.read == "normalized":
+        # The normaliser z is one more value column whose target is 1 (appendix C.1).
+        writes = writes._replace(y=torch.cat((writes.y, torch.ones_like(writes.y[..., :1])), dim=-1))
+        S = torch.cat((S, state.z[..., None]), dim=-1)
+    form = choice.form if choice.form != "auto" else "recurrent" if T == 1 else "chunk"
+    if form == "recurrent":
+        o, S = recurrent(q, writes, S, rule.timing)
+    else:
+        o, S = block(q, writes, S, rule.timing, T if form == "masked" else choice.chunk_size)
+    if rule.read == "normalized":
+        boundary = boundary._replace(z=S[..., -1])
+        S, below = S[..., :-1], o[..., -1:]
+        # Sign-stable: |den| >= read_eps, equal to the paper's z^T q + eps for nonnegative features.
+        below = torch.where(below >= 0, below + rule.read_eps, below - rule.read_eps)
+        o = o[..., :-1] / torch.where(below == 0, 1, below)
+    return o, boundary._replace(S=S)
