@@ -1,0 +1,1 @@
+"""Synthetic tasks: each module holds a generator, its tokens and its scorer."""

@@ -1,0 +1,104 @@
+"""Scores of a causal LM on addition: problems of one width into exact match and token accuracy.
+
+Three figures for a width: `exact`, the share of problems whose whole answer is right when every digit is predicted
+from the true digits before it (teacher-forced, the paper's measure); `token`, the share of answer digits right under
+the same conditions; `generated`, the share of problems whose whole answer is right when the model reads its own digits
+(greedy, through the cache), with `generated_token` beside it.
+
+Trap: `exact` and `generated` are the same number by logic when the cache is right: until the first wrong digit both
+read the same prefix. Where they differ by more than ties, the cache is wrong. What free generation really changes is
+the token accuracy, because one wrong carry can spoil the digits after it.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from fastweight.tasks.addition import IGNORE, PAD, AdditionBatch
+
+
+@dataclass(frozen=True)
+class Score:
+    """Fractions in [0, 1] over `count` problems of one width."""
+
+    width: int
+    count: int
+    exact: float
+    token: float
+    generated: float | None = None
+    generated_token: float | None = None
+
+
+def token_hits(logits: Float[Tensor, "B T V"], labels: Int[Tensor, "B T"]) -> Bool[Tensor, "B S"]:
+    """Which answer digits the logits put first, [B, S] with S = answer length, the same in every row.
+
+    Position t predicts label t + 1; positions whose label is IGNORE do not count. ValueError when rows have different
+    numbers of counted labels (score one width at a time).
+    """
+    labels = labels[:, 1:]
+    counted = labels != IGNORE
+    lengths = counted.sum(dim=-1)
+    if lengths.numel() == 0 or bool((lengths != lengths[0]).any()) or int(lengths[0]) == 0:
+        raise ValueError(
+            f"labels: got {lengths.tolist()} counted labels a row, expected one number above 0 for all rows"
+        )
+    hits = logits[:, :-1].argmax(dim=-1) == labels
+    return hits[counted].reshape(labels.shape[0], -1)
+
+
+def split(batch: AdditionBatch) -> tuple[Int[Tensor, "B P"], Int[Tensor, "B S"]]:
+    """Prompt and answer of a batch of one width; ValueError when widths differ."""
+    width = int(batch.widths[0])
+    if bool((batch.widths != width).any()):
+        raise ValueError(f"batch.widths: got {batch.widths.tolist()}, expected one width (prompts of one length)")
+    return batch.input_ids[:, : 2 * width + 2], batch.input_ids[:, 2 * width + 2 :]
+
+
+@torch.inference_mode()
+def teacher_forced(model: Any, batch: AdditionBatch) -> Bool[Tensor, "B S"]:
+    """Right or wrong for each answer digit, every digit predicted after the true ones before it."""
+    device = next(model.parameters()).device
+    logits = model(input_ids=batch.input_ids.to(device), use_cache=False).logits
+    return token_hits(logits, batch.labels.to(device)).cpu()
+
+
+@torch.inference_mode()
+def generate_answers(model: Any, prompts: Int[Tensor, "B P"], num_digits: int) -> Int[Tensor, "B S"]:
+    """Greedy continuation of prompts of one length by `num_digits` tokens, through the model's cache."""
+    device = next(model.parameters()).device
+    prompts = prompts.to(device)
+    output = model.generate(
+        input_ids=prompts,
+        attention_mask=torch.ones_like(prompts),
+        max_new_tokens=num_digits,
+        do_sample=False,
+        use_cache=True,
+        pad_token_id=PAD,
+    )
+    return output[:, prompts.shape[1] :].cpu()
+
+
+def score(model: Any, batch: AdditionBatch, generate: bool = True, chunk: int = 256) -> Score:
+    """All figures of one width; the model is left in the mode (train or eval) in which it came."""
+    was_training = model.training
+    model.eval()
+    prompts, answers = split(batch)
+    hits, free = [], []
+    for rows in torch.arange(len(answers)).split(chunk):
+        hits.append(teacher_forced(model, AdditionBatch(*(field[rows] for field in batch))))
+        if generate:
+            free.append(generate_answers(model, prompts[rows], answers.shape[1]) == answers[rows])
+    model.train(was_training)
+    forced = torch.cat(hits)
+    own = torch.cat(free) if generate else None
+    return Score(
+        width=int(batch.widths[0]),
+        count=len(answers),
+        exact=forced.all(dim=-1).double().mean().item(),
+        token=forced.double().mean().item(),
+        generated=None if own is None else own.all(dim=-1).double().mean().item(),
+        generated_token=None if own is None else own.double().mean().item(),
+    )
