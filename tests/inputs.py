@@ -81,7 +81,10 @@ def run(function, problem: Problem, use=("o", "S")) -> Result:
     inputs = leaves(problem)
     o, S = function(**inputs)
     wanted = {name: u for name, u in inputs.items() if u is not None}
-    found = torch.autograd.grad(loss_of(o, S, problem, use), list(wanted.values()), allow_unused=True)
+    loss = loss_of(o, S, problem, use)
+    found = [None] * len(wanted)
+    if loss.requires_grad:  # not so when there are no tokens and no state
+        found = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
     gradients = {
         name: torch.zeros_like(u) if g is None else g for (name, u), g in zip(wanted.items(), found, strict=True)
     }
