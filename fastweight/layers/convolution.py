@@ -1,0 +1,100 @@
+"""Short causal depthwise convolution that knows about masks, packed documents and decoding.
+
+Turns x [B, T, D] into y [B, T, D], y_t = sum_j weight[:, W-1-j] x_{t-j}, and hands back the last W-1 inputs, the
+whole of what decoding needs. A masked token is absent: it is in nobody's receptive field and does not enter the
+cache. A packed document never sees its neighbour. Zeros stand for "nothing yet", so a zero cache is a fresh start.
+"""
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+
+def document_of(cu_seqlens: Int[Tensor, " N+1"], num_tokens: int) -> Int[Tensor, " T"]:
+    """Index of the document that each of the packed tokens belongs to; empty documents own none."""
+    tokens = torch.arange(num_tokens, device=cu_seqlens.device)
+    return torch.searchsorted(cu_seqlens[1:].to(tokens.dtype).contiguous(), tokens, right=True)
+
+
+def position_in_document(cu_seqlens: Int[Tensor, " N+1"], num_tokens: int) -> Int[Tensor, " T"]:
+    """Position of each packed token counted from the start of its document."""
+    starts = cu_seqlens.long().index_select(0, document_of(cu_seqlens, num_tokens))
+    return torch.arange(num_tokens, device=cu_seqlens.device) - starts
+
+
+class ShortConvolution(nn.Module):
+    """Causal depthwise convolution of width W over D channels, without bias; weight [D, W], the newest tap last."""
+
+    def __init__(self, channels: int, width: int):
+        super().__init__()
+        self.width = width
+        self.weight = nn.Parameter(torch.empty(channels, width))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        # A third of the input's variance comes out, whatever the width; the usual 0.02 would silence q, k and v.
+        nn.init.uniform_(self.weight, -(self.width**-0.5), self.width**-0.5)
+
+    def forward(
+        self,
+        x: Float[Tensor, "B T D"],
+        mask: Bool[Tensor, "B T"] | None = None,
+        cu_seqlens: Int[Tensor, " N+1"] | None = None,
+        cache: Float[Tensor, "N W-1 D"] | None = None,
+    ) -> tuple[Float[Tensor, "B T D"], Float[Tensor, "N W-1 D"]]:
+        """Outputs and the new cache. N is the number of documents with `cu_seqlens` (batch 1), else the batch size."""
+        if cache is None:
+            rows = x.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
+            cache = x.new_zeros(rows, self.width - 1, x.shape[-1])
+        cache = cache.to(x.dtype)
+        if mask is not None:
+            x = x.masked_fill(mask.logical_not()[..., None], 0)
+        if cu_seqlens is not None:
+            return self._packed(x, mask, cu_seqlens, cache)
+        if mask is not None:
+            return self._masked(x, mask, cache)
+        window = torch.cat([cache, x], dim=1)  # [B, W-1+T, D]
+        return self._convolve(window), window[:, x.shape[1] :]
+
+    def _convolve(self, window: Float[Tensor, "N L D"]) -> Float[Tensor, "N L-W+1 D"]:
+        if window.shape[1] < self.width:  # no token at all
+            return window[:, :0]
+        channels = window.shape[-1]
+        return F.conv1d(window.mT, self.weight.to(window.dtype).unsqueeze(1), groups=channels).mT
+
+    def _masked(
+        self, x: Float[Tensor, "B T D"], mask: Bool[Tensor, "B T"], cache: Float[Tensor, "B W-1 D"]
+    ) -> tuple[Float[Tensor, "B T D"], Float[Tensor, "B W-1 D"]]:
+        """Close the gaps (real tokens move to the front, in order), convolve, and put the tokens back."""
+        order = torch.argsort(mask.logical_not(), dim=1, stable=True)  # [B, T]
+        window = torch.cat([cache, _rows(x, order)], dim=1)
+        y = _rows(self._convolve(window), torch.argsort(order, dim=1))
+        last = mask.sum(1, keepdim=True) + torch.arange(self.width - 1, device=x.device)
+        return y, _rows(window, last)
+
+    def _packed(
+        self,
+        x: Float[Tensor, "1 T D"],
+        mask: Bool[Tensor, "1 T"] | None,
+        cu_seqlens: Int[Tensor, " N+1"],
+        cache: Float[Tensor, "N W-1 D"],
+    ) -> tuple[Float[Tensor, "1 T D"], Float[Tensor, "N W-1 D"]]:
+        """Open a gap of W-1 rows before each document, fill it with the document's cache, and convolve all at once."""
+        tokens, bounds = torch.arange(x.shape[1], device=x.device), cu_seqlens.to(x.device).long()
+        document = document_of(bounds, len(tokens))
+        real = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask[0]
+        # Real tokens first inside each document; place: where a token goes among tokens and gaps.
+        rank = torch.argsort(torch.argsort(2 * document + real.logical_not(), stable=True))
+        gap, offsets = self.width - 1, torch.arange(self.width - 1, device=x.device)
+        place = rank + (document + 1) * gap
+        before = (bounds[:-1] + torch.arange(len(cache), device=x.device) * gap)[:, None] + offsets  # [N, W-1]
+        count = torch.zeros(len(cache), dtype=torch.long, device=x.device).index_add(0, document, real.long())
+        window = x[0].new_zeros(len(tokens) + before.numel(), x.shape[-1])
+        window = window.index_copy(0, place, x[0]).index_copy(0, before.flatten(), cache.flatten(0, 1))
+        y = self._convolve(window[None])[:, place - gap]
+        return y, window[before + count[:, None]]
+
+
+def _rows(x: Float[Tensor, "B L D"], index: Int[Tensor, "B M"]) -> Float[Tensor, "B M D"]:
+    return x.gather(1, index[..., None].expand(-1, -1, x.shape[-1]))

@@ -1,0 +1,131 @@
+"""The small parts that layers and models share: norms, feature maps, gates, SwiGLU, rotary positions.
+
+Traps: every norm here is safe at zero (a zero key gives a zero feature and a finite gradient), works in float32 or
+better and answers in the dtype it was given. `Gate` keeps its parameters in float32 whatever happens to the model.
+"""
+
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """x in float32, or in float64 if it already is."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def rms_normalize(x: Float[Tensor, "... d"], eps: float = 1e-6) -> Float[Tensor, "... d"]:
+    """x / sqrt(mean x^2 + eps) over the last axis (section 4.1), no learned scale: squared length d, or 0 for x = 0."""
+    wide = at_least_float32(x)
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def l2_normalize(x: Float[Tensor, "... d"], eps: float = 1e-6) -> Float[Tensor, "... d"]:
+    """x / sqrt(|x|^2 + eps) over the last axis: squared length 1, or 0 for x = 0."""
+    wide = at_least_float32(x)
+    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+QK_NORMS: dict[str, Callable[..., Tensor]] = {"rms": rms_normalize, "l2": l2_normalize}
+
+FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
+    "identity": lambda x: x,
+    "elu+1": lambda x: F.elu(x) + 1,
+    "relu": F.relu,
+}
+
+
+def feature_energy(qk_norm: str, feature_map: str, width: int) -> float:
+    """Largest |phi(k)|^2 of a normalised key of that width: `width` after rms, 1 after l2 (more for elu+1)."""
+    energy = float(width) if qk_norm == "rms" else 1.0
+    # (u + 1)^2 summed over the coordinates is at most (|u| + sqrt(width))^2.
+    return (energy**0.5 + width**0.5) ** 2 if feature_map == "elu+1" else energy
+
+
+class RMSNorm(nn.Module):
+    """RMSNorm over the last axis with a learned scale, which carries no weight decay."""
+
+    no_weight_decay = True
+
+    def __init__(self, width: int, eps: float = 1e-6):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: Float[Tensor, "... d"]) -> Float[Tensor, "... d"]:
+        return rms_normalize(x, self.eps) * self.weight.to(x.dtype)
+
+
+class Gate(nn.Module):
+    """Logits of one gate, in float32: x W^T + b, with the bias starting at `initial_logits`.
+
+    The parameters keep float32 under a half-precision model (`.bfloat16()`, `.half()`, `.to(dtype)`): a bias of
+    several units moves by steps that bfloat16 rounds away. They carry no weight decay, which would pull every
+    gate to its midpoint.
+    """
+
+    no_weight_decay = True
+
+    def __init__(self, hidden_size: int, initial_logits: list[float]):
+        super().__init__()
+        self.initial_logits = tuple(initial_logits)
+        # Built in float32 also inside a half-precision default dtype, as loaders set it.
+        dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
+        self.weight = nn.Parameter(torch.empty(len(initial_logits), hidden_size, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(len(initial_logits), dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=0.02)
+        with torch.no_grad():
+            self.bias.copy_(self.initial_bias())
+
+    def initial_bias(self) -> Float[Tensor, " n"]:
+        return torch.tensor(self.initial_logits, dtype=self.bias.dtype)
+
+    def forward(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T n"]:
+        with torch.autocast(x.device.type, enabled=False):
+            return F.linear(x.to(self.weight.dtype), self.weight, self.bias)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Gate":
+        def keep_wide(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            narrowed = moved.is_floating_point() and torch.finfo(moved.dtype).bits < 32
+            return tensor.to(moved.device) if narrowed else moved
+
+        return super()._apply(keep_wide, recurse)
+
+
+def no_weight_decay(model: nn.Module) -> Iterator[str]:
+    """Names of the parameters that must not decay: those of modules marked `no_weight_decay` (norms, gates)."""
+    for prefix, module in model.named_modules():
+        if getattr(module, "no_weight_decay", False):
+            for name, _ in module.named_parameters(recurse=False):
+                yield f"{prefix}.{name}" if prefix else name
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate(x)) * up(x)) without biases; gate and up are one projection."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int):
+        super().__init__()
+        self.gate_up_proj = nn.Linear(hidden_size, 2 * intermediate_size, bias=False)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+
+    def forward(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T D"]:
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        return self.down_proj(F.silu(gate) * up)
+
+
+def rotate(x: Float[Tensor, "B T H d"], positions: Int[Tensor, "b T"], theta: float) -> Float[Tensor, "B T H d"]:
+    """Rotary embedding (RoPE) of even width d: coordinates (i, i + d/2) turn by position * theta^(-2i/d)."""
+    half = x.shape[-1] // 2
+    wide = at_least_float32(x)
+    exponents = torch.arange(half, device=x.device, dtype=wide.dtype) / half
+    angles = positions[..., None, None] * theta**-exponents  # [b, T, 1, d/2]
+    cos, sin = angles.cos(), angles.sin()
+    first, second = wide[..., :half], wide[..., half:]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)

@@ -1,0 +1,144 @@
+"""What generation carries from token to token, in the form that transformers expects: one cache layer per block.
+
+A memory keeps a fixed-size `LayerState`, softmax attention keeps keys and values in transformers' own `DynamicLayer`.
+Traps: transformers knows recurrent states as dictionaries of tensors, so a `LayerState` is spread over
+`conv_states[0]` and `recurrent_states[0..6]`; without gradients they are overwritten in place (addresses stay), with
+gradients they are replaced, so that backward finds what forward saved. Nothing can be cropped: a memory cannot take
+its last tokens back.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionLayer
+
+from fastweight.layers.attention import LayerState
+from fastweight.layers.mixers import mixer_of
+from fastweight.memory.state import State
+
+
+class MemoryLayer(LinearAttentionLayer):
+    """Cache layer of one memory: a `LayerState` as tensors that can be reset, moved, repeated and reordered."""
+
+    def __init__(self) -> None:
+        super().__init__(number_of_states=len(State._fields))
+        self.num_seen = 0
+
+    def load(self) -> LayerState | None:
+        """The state, or None before the first token."""
+        if not self.has_previous_state[0]:
+            return None
+        conv, *memory = self.tensors()
+        return LayerState(conv, State(*memory))
+
+    def store(self, state: LayerState, num_tokens: int) -> None:
+        """Takes over the state after `num_tokens` more tokens."""
+        self.conv_states[0] = _overwrite(self.conv_states[0], state.conv)
+        self.is_conv_states_initialized[0] = True
+        for i, part in enumerate(state.memory):
+            self.recurrent_states[i] = _overwrite(self.recurrent_states[i], part)
+            self.is_recurrent_states_initialized[i] = self.has_previous_state[i] = True
+        self.dtype, self.device = state.conv.dtype, state.conv.device
+        self.num_seen += num_tokens
+
+    def tensors(self) -> list[Tensor]:
+        """The convolution's inputs, then the fields of `State`; empty before the first token."""
+        return [part for part in (self.conv_states[0], *self.recurrent_states.values()) if part is not None]
+
+    def detach(self) -> None:
+        self._change(Tensor.detach)
+
+    def reset(self) -> None:
+        super().reset()
+        self.num_seen = 0
+
+    def get_seq_length(self) -> int:
+        return self.num_seen
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._change(lambda part: part.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._change(lambda part: part.index_select(0, indices.to(part.device)))
+
+    def crop(self, tokens_to_remove: int) -> None:
+        raise ValueError(
+            f"crop: got {tokens_to_remove} for a fast-weight memory, which cannot take tokens back; keep a copy of the "
+            "cache (copy.deepcopy) from before they were read"
+        )
+
+    def _change(self, change: Callable[[Tensor], Tensor]) -> None:
+        for parts in (self.conv_states, self.recurrent_states):
+            parts.update({i: change(part) for i, part in parts.items() if part is not None})
+
+
+class KeyValueLayer(DynamicLayer):
+    """Cache layer of softmax attention, which is its own state: `update` adds keys and values."""
+
+    def load(self) -> "KeyValueLayer":
+        return self
+
+    def store(self, state: "KeyValueLayer", num_tokens: int) -> None:
+        assert state is self, "a key-value state is updated in place"
+
+    def tensors(self) -> list[Tensor]:
+        return [part for part in (self.keys, self.values) if part is not None]
+
+    def detach(self) -> None:
+        self.keys, self.values = (None if part is None else part.detach() for part in (self.keys, self.values))
+
+
+def _overwrite(old: Tensor | None, new: Tensor) -> Tensor:
+    if torch.is_grad_enabled():
+        return new
+    if old is None or old.shape != new.shape or old.dtype != new.dtype or old.device != new.device:
+        return new.clone()
+    return old.copy_(new)
+
+
+class FastWeightCache(Cache):
+    """The cache of a whole model: a `MemoryLayer` or a `KeyValueLayer` for every block of the configuration."""
+
+    layers: list[Any]
+
+    def __init__(self, config: Any):
+        kinds = {"state": MemoryLayer, "kv": KeyValueLayer}
+        super().__init__(layers=[kinds[mixer_of(name).memory]() for name in config.mixers])
+
+    def detach(self) -> "FastWeightCache":
+        """The same cache, cut from the autograd graph (truncated backpropagation through time)."""
+        for layer in self.layers:
+            layer.detach()
+        return self
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held, all sequences together."""
+        return sum(part.numel() * part.element_size() for layer in self.layers for part in layer.tensors())
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.layers[layer_idx].get_seq_length()
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return self.get_seq_length(layer_idx) + query_length, 0
+
+    def crop(self, tokens_to_remove: int) -> None:
+        # All or nothing: a hybrid must not lose keys and values in some layers before a memory refuses.
+        if any(isinstance(layer, MemoryLayer) for layer in self.layers):
+            MemoryLayer().crop(tokens_to_remove)
+        super().crop(tokens_to_remove)
+
+    @property
+    def is_croppable(self) -> bool:
+        return not any(isinstance(layer, MemoryLayer) for layer in self.layers)
+
+    @property
+    def is_compileable(self) -> bool:
+        return False
+
+    @property
+    def is_linear(self) -> list[bool]:
+        # False makes transformers drop already seen tokens when the full sequence comes with a filled cache.
+        return [False] * len(self.layers)

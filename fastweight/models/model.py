@@ -1,0 +1,292 @@
+"""The language model, one block for every mixer: embedding, N x (norm, mixer, norm, SwiGLU), norm, output matrix.
+
+Token ids [B, T] in, logits [B, T, vocab] out, with the manners of transformers: generate, Trainer, Auto classes.
+
+Traps: transformers 5.24 renamed `past_key_values` to `cache`, so both names come in and one of them goes out. Packed
+documents come as `cu_seqlens` or `cu_seq_lens_q`, or as `position_ids` that start again at 0 (batch 1, no
+attention_mask, no filled cache). attention_mask and cu_seqlens together both hold: masked tokens are absent, and
+documents do not see each other.
+"""
+
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel, initialization
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.utils import logging
+
+from fastweight.layers.convolution import ShortConvolution, position_in_document
+from fastweight.layers.mixers import mixer_of
+from fastweight.layers.parts import Gate, RMSNorm, SwiGLU
+from fastweight.models.cache import FastWeightCache
+from fastweight.models.config import FastWeightConfig
+
+logger = logging.get_logger(__name__)
+
+# The name under which this version of transformers hands out caches.
+CACHE_NAME = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
+
+
+class FastWeightBlock(GradientCheckpointingLayer):
+    """x + mixer(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: FastWeightConfig, layer_idx: int):
+        super().__init__()
+        self.layer_idx = layer_idx
+        self.mixer_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mixer = mixer_of(config.mixers[layer_idx]).build(config)
+        self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        assert config.intermediate_size is not None, "the configuration fills it in"
+        self.mlp = SwiGLU(config.hidden_size, config.intermediate_size)
+
+    def forward(
+        self,
+        hidden_states: Float[Tensor, "B T D"],
+        mask: Bool[Tensor, "B S"] | None = None,
+        cu_seqlens: Int[Tensor, " N+1"] | None = None,
+        position_ids: Int[Tensor, "b T"] | None = None,
+        cache: FastWeightCache | None = None,
+    ) -> Float[Tensor, "B T D"]:
+        """Hidden states after the block; the cache, if any, is read and brought up to date."""
+        memory = None if cache is None else cache.layers[self.layer_idx]
+        mixed, state = self.mixer(
+            self.mixer_norm(hidden_states),
+            mask=mask,
+            cu_seqlens=cu_seqlens,
+            state=None if memory is None else memory.load(),
+            output_state=memory is not None,
+            position_ids=position_ids,
+        )
+        if memory is not None:
+            memory.store(state, hidden_states.shape[1])
+        hidden_states = hidden_states + mixed
+        return hidden_states + self.mlp(self.mlp_norm(hidden_states))
+
+
+class FastWeightPreTrainedModel(PreTrainedModel):
+    """What the base model and the language model share: names, initialisation, caches for generation."""
+
+    config_class = FastWeightConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["FastWeightBlock"]  # noqa: RUF012
+    _skip_keys_device_placement = ["past_key_values", "cache"]  # noqa: RUF012
+    _keep_in_fp32_modules_strict = ["step_gate", "lam_gate"]  # noqa: RUF012
+    _is_stateful = True
+    _can_compile_fullgraph = True
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """Normal weights, unit norms, and the starting points that gates and convolutions ask for."""
+        if isinstance(module, Gate):
+            initialization.normal_(module.weight, std=self.config.initializer_range)
+            initialization.copy_(module.bias, module.initial_bias())
+        elif isinstance(module, ShortConvolution):
+            initialization.uniform_(module.weight, -(module.width**-0.5), module.width**-0.5)
+        else:
+            super()._init_weights(module)
+
+    def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
+        """Ours whatever implementation was asked for: it is as small as the model needs."""
+        generation_config.cache_implementation = None
+        if generation_config.use_cache is not False and model_kwargs.get(CACHE_NAME) is None:
+            model_kwargs[CACHE_NAME] = FastWeightCache(self.config)
+        return super()._prepare_cache_for_generation(  # type: ignore[misc] (GenerationMixin comes with the subclass)
+            generation_config, model_kwargs, *args, **kwargs
+        )
+
+
+class FastWeightModel(FastWeightPreTrainedModel):
+    """Embedding, blocks and final norm: token ids or embeddings to hidden states."""
+
+    def __init__(self, config: FastWeightConfig):
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
+        self.layers = nn.ModuleList(FastWeightBlock(config, i) for i in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Int[Tensor, "B T"] | None = None,
+        attention_mask: Tensor | dict[str, Tensor] | None = None,
+        position_ids: Int[Tensor, "b T"] | None = None,
+        inputs_embeds: Float[Tensor, "B T D"] | None = None,
+        past_key_values: FastWeightCache | None = None,
+        cache: FastWeightCache | None = None,
+        use_cache: bool | None = None,
+        cu_seqlens: Int[Tensor, " N+1"] | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast | tuple:
+        """Hidden states after the final norm; arguments as in `FastWeightForCausalLM.forward`."""
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("input_ids: got both or neither of input_ids and inputs_embeds, expected exactly one")
+        hidden_states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        mask = padding_mask(attention_mask, hidden_states)
+        cu_seqlens = one_of("cu_seqlens", cu_seqlens, "cu_seq_lens_q", kwargs.get("cu_seq_lens_q"))
+        cache = self._cache(one_of("cache", cache, "past_key_values", past_key_values), use_cache, cu_seqlens)
+        if cu_seqlens is None and mask is None and (cache is None or cache.get_seq_length() == 0):
+            cu_seqlens = documents(position_ids)
+        collected = []
+        for block in self.layers:
+            collected.append(hidden_states)
+            hidden_states = block(
+                hidden_states, mask=mask, cu_seqlens=cu_seqlens, position_ids=position_ids, cache=cache
+            )
+        hidden_states = self.norm(hidden_states)
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
+        states = (*collected, hidden_states) if output_hidden_states else None
+        named: dict[str, Any] = {CACHE_NAME: cache}
+        output = BaseModelOutputWithPast(last_hidden_state=hidden_states, hidden_states=states, **named)
+        return output if wants_dict(return_dict, self.config) else output.to_tuple()
+
+    def _cache(
+        self, cache: FastWeightCache | None, use_cache: bool | None, cu_seqlens: Tensor | None
+    ) -> FastWeightCache | None:
+        """The cache to read and fill: the caller's, a new one, or none (training and packed input, unless asked)."""
+        if cache is not None and not isinstance(cache, FastWeightCache):
+            raise ValueError(f"cache: got {type(cache).__name__}, expected a FastWeightCache (FastWeightCache(config))")
+        if use_cache is None:
+            use_cache = cache is not None or (self.config.use_cache and not self.training and cu_seqlens is None)
+        if self.gradient_checkpointing and self.training and torch.is_grad_enabled() and (use_cache or cache):
+            if cache is not None:
+                raise ValueError("cache: got one with gradient checkpointing, which would run every update twice")
+            logger.warning_once("Gradient checkpointing runs without a cache; use_cache=True is ignored.")
+            return None
+        if cache is None and use_cache:
+            return FastWeightCache(self.config)
+        return cache
+
+
+class FastWeightForCausalLM(FastWeightPreTrainedModel, GenerationMixin):
+    """The language model: `FastWeightModel` and an output matrix, tied to the embedding unless configured otherwise."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
+
+    def __init__(self, config: FastWeightConfig):
+        super().__init__(config)
+        self.model = FastWeightModel(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Int[Tensor, "B T"] | None = None,
+        attention_mask: Tensor | dict[str, Tensor] | None = None,
+        position_ids: Int[Tensor, "b T"] | None = None,
+        inputs_embeds: Float[Tensor, "B T D"] | None = None,
+        past_key_values: FastWeightCache | None = None,
+        cache: FastWeightCache | None = None,
+        labels: Int[Tensor, "B T"] | None = None,
+        use_cache: bool | None = None,
+        cu_seqlens: Int[Tensor, " N+1"] | None = None,
+        logits_to_keep: int | Int[Tensor, " n"] = 0,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast | tuple:
+        """Next-token logits, and the loss when labels are given.
+
+        Args:
+            input_ids or inputs_embeds: the tokens; exactly one of the two.
+            attention_mask: 1 or True for real tokens, cached tokens included ([B, seen + T]); masked tokens are absent:
+                no write, no decay, in no convolution and no window, whatever their id.
+            position_ids: rotary positions of the transformer; without attention_mask and cache, at batch 1, a return to
+                0 starts a new document.
+            past_key_values or cache: a `FastWeightCache`, brought up to date in place (two names for one argument).
+            labels: ids to predict, not shifted; -100 is ignored, and so is the first token of a packed document.
+            use_cache: whether to return a cache; None means config.use_cache outside training and packed input.
+            cu_seqlens: bounds of documents packed in one row (batch 1); `cu_seq_lens_q` is the same under the name that
+                transformers' collators use.
+            logits_to_keep: only the last so many logits (0: all), or those at these positions.
+            kwargs: passed to the loss (`num_items_in_batch` and others).
+
+        Raises:
+            ValueError: for anything inconsistent, naming the argument.
+        """
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            past_key_values=past_key_values,
+            cache=cache,
+            use_cache=use_cache,
+            cu_seqlens=cu_seqlens,
+            output_hidden_states=output_hidden_states,
+            return_dict=True,
+            **kwargs,
+        )
+        hidden_states = outputs.last_hidden_state
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) and logits_to_keep else logits_to_keep
+        logits = self.lm_head(hidden_states if isinstance(kept, int) else hidden_states[:, kept])
+        loss = None
+        if labels is not None:
+            bounds = cu_seqlens if cu_seqlens is not None else kwargs.get("cu_seq_lens_q")
+            loss = self.loss_function(logits, without_document_starts(labels, bounds), self.vocab_size, **kwargs)
+        output = CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            hidden_states=outputs.hidden_states,
+            **{CACHE_NAME: getattr(outputs, CACHE_NAME)},
+        )
+        return output if wants_dict(return_dict, self.config) else output.to_tuple()
+
+
+def padding_mask(
+    attention_mask: Tensor | dict[str, Tensor] | None, hidden_states: Float[Tensor, "B T D"]
+) -> Bool[Tensor, "B S"] | None:
+    """A bool mask from what transformers hands over: 2-D of any dtype, None, or a dictionary by kind of layer."""
+    if isinstance(attention_mask, dict):
+        attention_mask = attention_mask.get("linear_attention")
+    if attention_mask is None:
+        return None
+    B, T = hidden_states.shape[:2]
+    if attention_mask.ndim != 2 or attention_mask.shape[0] != B or attention_mask.shape[1] < T:
+        raise ValueError(
+            f"attention_mask: got shape {tuple(attention_mask.shape)}, expected [{B}, {T}], "
+            "with one more column in front for every cached token"
+        )
+    return attention_mask.bool()
+
+
+def one_of(name: str, value: Any, other_name: str, other: Any) -> Any:
+    """The one of two names for the same argument that was used."""
+    if value is not None and other is not None and value is not other:
+        raise ValueError(f"{name}: got {name} and {other_name}, expected one of them: they mean the same")
+    return value if value is not None else other
+
+
+def documents(position_ids: Int[Tensor, "b T"] | None) -> Int[Tensor, " N+1"] | None:
+    """cu_seqlens where positions start again at 0; None for a single document."""
+    if position_ids is None or position_ids.ndim != 2 or position_ids.shape[1] < 2 or torch.compiler.is_compiling():
+        return None
+    starts = (position_ids[:, 1:] == 0).nonzero()[:, 1] + 1
+    if len(starts) == 0:
+        return None
+    if len(position_ids) != 1:
+        raise ValueError(
+            f"position_ids: got several documents in a batch of {len(position_ids)}, expected packed documents in one "
+            "row (batch 1), or an attention_mask"
+        )
+    return torch.nn.functional.pad(starts, (1, 1)).index_fill(
+        0, starts.new_tensor([len(starts) + 1]), position_ids.shape[1]
+    )
+
+
+def without_document_starts(labels: Int[Tensor, "B T"], cu_seqlens: Tensor | None) -> Int[Tensor, "B T"]:
+    """No document is asked to predict the first token of the next one."""
+    if cu_seqlens is None:
+        return labels
+    return labels.masked_fill(position_in_document(cu_seqlens.to(labels.device), labels.shape[1]) == 0, -100)
+
+
+def wants_dict(return_dict: bool | None, config: PreTrainedConfig) -> bool:
+    return bool(config.return_dict if return_dict is None else return_dict)
