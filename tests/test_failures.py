@@ -1,0 +1,613 @@
+"""Faults that users of such libraries report, each as a test of its whole kind, against the float64 longhand.
+
+Numbers in the section titles are those of the requirements list. Traps: float32 answers are held to a float64 longhand
+of the same float32 inputs; a chunk form may not fail before the loop does.
+"""
+
+import subprocess
+import sys
+from functools import lru_cache
+
+import pytest
+import torch
+from conftest import assert_close, tolerance
+from inputs import Problem, check, draw, expect, leaves, run
+from longhand import gated_delta_longhand, linear_attention_longhand
+
+import fastweight as fw
+
+FORMS = [("recurrent", None), ("masked", None), ("chunk", 16), ("chunk", 64)]
+RULES = sorted(fw.RULES)
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+R = fw.RULES
+
+
+def attend(rule, form="auto", chunk_size=None, **keywords):
+    def function(q, k, v, beta, lam, S0):
+        o, state = fw.fast_weight_attention(
+            q, k, v, beta, lam, rule, form=form, chunk_size=chunk_size, initial_state=S0, output_final_state=True,
+            **keywords,
+        )  # fmt: skip
+        return o, state.S
+
+    return function
+
+
+def test_allocations_are_poisoned():
+    """The other tests rely on it: memory nobody wrote is NaN."""
+    assert bool(torch.isnan(torch.empty(5)).all())
+    assert bool(torch.isnan(torch.zeros(3).new_empty(5)).all())
+
+
+# 1. Strong decay
+
+
+def strong(rule, where, dtype, T=130) -> Problem:
+    """Keys of norm 1 and a direct step; the decay sits on decay_floor at `where`, and is mild elsewhere."""
+    problem = draw(rule, B=1, T=T, H=1, K=4, V=3, seed=3)
+    k = torch.nn.functional.normalize(problem.k, dim=-1)
+    beta = 0.5 + 0.4 * problem.beta / 1.9
+    generator = torch.Generator().manual_seed(5)
+    lam = {
+        "everywhere": torch.ones(T),
+        "borders": torch.tensor([float(t in (0, 1, 15, 16, 63, 64, 65, 127, 128, T - 1)) for t in range(T)]),
+        "random": (torch.rand(T, generator=generator) < 0.3).float(),
+    }[where]
+    lam = (0.05 + 50 * lam.double())[None, :, None]
+    values = {"q": problem.q, "k": k, "v": problem.v, "beta": beta, "lam": lam}
+    w_o, w_S = problem.w_o.to(dtype).double(), problem.w_S.float().double()
+    return problem._replace(**{n: u.to(dtype) for n, u in values.items()}, S0=problem.S0.float(), w_o=w_o, w_S=w_S)
+
+
+@lru_cache(maxsize=128)
+def strong_case(rule, where, dtype):
+    problem = strong(rule, where, dtype)
+    return problem, expect(problem, rule)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("where", ["everywhere", "borders", "random"])
+@pytest.mark.parametrize("name", RULES)
+def test_strong_decay(name, where, dtype):
+    rule = R[name].replace(step="direct", window=min(R[name].window, 3))
+    problem, expected = strong_case(rule, where, dtype)
+    for form, chunk_size in FORMS:
+        check(run(attend(rule, form, chunk_size), problem), expected, dtype, f"{form} {chunk_size} {where}")
+
+
+@pytest.mark.parametrize("floor", [1e-6, 1e-4, 0.2])
+@pytest.mark.parametrize("name", RULES)
+def test_strong_decay_for_any_floor(name, floor):
+    rule = R[name].replace(step="direct", decay_floor=floor, pairing="same-step")
+    problem = strong(rule, "random", torch.float32, T=70)
+    expected = expect(problem, rule)
+    for form, chunk_size in FORMS:
+        check(run(attend(rule, form, chunk_size), problem), expected, torch.float32, f"{form} {chunk_size}")
+
+
+@pytest.mark.parametrize("form", ["recurrent", "masked", "chunk", "auto"])
+@pytest.mark.parametrize("depth", [-1.0, -20.0, -200.0, -1e4])
+def test_log_decay_of_any_depth(form, depth):
+    """delta_rule and linear_attention take log_decay as given: a gate may close completely."""
+    problem = draw(R["falcon-1"], B=1, T=70, H=2, K=4, V=3, dtype=torch.float32)
+    k = torch.nn.functional.normalize(problem.k, dim=-1)
+    log_decay = depth * (torch.rand(1, 70, 2, generator=torch.Generator().manual_seed(0)) < 0.4).float()
+    problem = problem._replace(k=k, beta=problem.beta / 2, lam=log_decay)
+
+    def delta(q, k, v, beta, lam, S0):
+        o, state = fw.delta_rule(q, k, v, beta, lam, form=form, initial_state=S0, output_final_state=True)
+        return o, state.S
+
+    def linear(q, k, v, beta, lam, S0):
+        o, state = fw.linear_attention(q, k, v, lam, form=form, initial_state=S0, output_final_state=True)
+        return o, state.S
+
+    def delta_longhand(q, k, v, beta, lam, S0):
+        return gated_delta_longhand(q, k, v, beta, lam, S0)
+
+    def linear_longhand(q, k, v, beta, lam, S0):
+        return linear_attention_longhand(q, k, v, lam, S0)
+
+    doubled = Problem(*(u.double() for u in problem))
+    check(run(delta, problem), run(delta_longhand, doubled), torch.float32, f"delta {form}")
+    without = problem._replace(beta=None)
+    doubled = doubled._replace(beta=None)
+    check(run(linear, without), run(linear_longhand, doubled), torch.float32, f"linear {form}")
+
+
+def test_closed_gate_forgets_everything():
+    """log_decay = -inf is a reset: finite, and equal to a fresh start at that token."""
+    q, k, v, beta, *_ = draw(R["falcon-1"], B=1, T=20, dtype=torch.float32)
+    k = torch.nn.functional.normalize(k, dim=-1)
+    log_decay = torch.zeros(1, 20, 2)
+    log_decay[:, 7] = -torch.inf
+    for form, chunk_size in FORMS:
+        o, _ = fw.delta_rule(q, k, v, beta / 2, log_decay, form=form, chunk_size=chunk_size)
+        fresh, _ = fw.delta_rule(q[:, 7:], k[:, 7:], v[:, 7:], beta[:, 7:] / 2, form=form, chunk_size=chunk_size)
+        assert_close(o[:, 7:], fresh, torch.float32, "forward", f"{form} {chunk_size}")
+
+
+# 2. Precision of the state
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, *DTYPES], ids=str)
+@pytest.mark.parametrize("name", RULES)
+def test_state_keeps_its_precision(name, dtype):
+    """float32 whatever the inputs (float64 for float64), in every floating part; o in v's dtype."""
+    q, k, v, beta, lam, *_ = draw(R[name], T=5, dtype=dtype)
+    kept = torch.float64 if dtype == torch.float64 else torch.float32
+    for form in ("recurrent", "masked", "chunk"):
+        o, state = fw.fast_weight_attention(q, k, v, beta, lam, name, form=form, output_final_state=True)
+        assert o.dtype == dtype
+        assert all(part.dtype == kept for part in state if part.is_floating_point())
+        o_t, state = fw.step(q[:, 0], k[:, 0], v[:, 0], beta[:, 0], lam[:, 0], state, name)
+        assert o_t.dtype == dtype
+        assert all(part.dtype == kept for part in state if part.is_floating_point())
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_error_does_not_grow_with_length(name):
+    """Carry 0.999, float32, against our own float64: 4,096 tokens err no more than twice what 512 do."""
+    rule = R[name].replace(step="direct")
+    T = 4096
+    problem = draw(rule, B=1, T=T, H=1, K=8, V=8, drop=("S0",))
+    k = torch.nn.functional.normalize(problem.k, dim=-1)
+    beta = torch.full_like(problem.beta, 0.5)
+    lam = torch.full_like(problem.lam, 0.002)
+    inputs = [u.float() for u in (problem.q, k, problem.v, beta, lam)]
+    single, _ = fw.fast_weight_attention(*inputs, rule, form="chunk")
+    double, _ = fw.fast_weight_attention(*(u.double() for u in inputs), rule, form="chunk")
+    error = (single.double() - double).abs().amax((0, 2, 3)) / double.abs().max()
+    assert error.max() <= tolerance(torch.float32, "forward")
+    assert error[-512:].max() <= 2 * error[:512].max() + 1e-6
+
+
+# 3. Unnormalised keys, steps at the edge of stability
+
+
+@pytest.mark.parametrize("gain", [0.5, 1.9, 1.99, 2.0])
+@pytest.mark.parametrize("name", ["falcon-1", "falcon-2", "falcon-3"])
+def test_direct_step_at_the_edge_with_unnormalised_keys(name, gain):
+    """eta |x|^2 up to 2 with norms from 0.01 to 100: the chunk forms hold where the loop holds, in float32."""
+    rule = R[name].replace(step="direct", pairing="same-step", window=min(2, R[name].window))
+    problem = draw(rule, B=1, T=70, H=1, K=6, V=3, drop=("lam",))
+    norms = 10 ** (4 * torch.rand(1, 70, 1, 1, generator=torch.Generator().manual_seed(2), dtype=torch.float64) - 2)
+    k = torch.nn.functional.normalize(problem.k, dim=-1) * norms
+    energy = k.square().sum(-1)
+    if rule.window > 1:  # the top eigenvalue of a window is at most the mean energy: stay below 2 with it
+        energy = (energy + torch.nn.functional.pad(energy, (0, 0, 1, 0))[:, :-1]) / 2
+        energy[:, 0] *= 2
+    beta = gain / energy
+    beta = beta[..., None].expand_as(problem.beta) if rule.gain == "column" else beta
+    # The state answers keys of norm 0.01 with values of size 1, so it grows to 100; so may what is compared.
+    problem = problem._replace(k=k, beta=beta, q=torch.nn.functional.normalize(problem.q, dim=-1))
+    cast = {n: getattr(problem, n).float() for n in ("q", "k", "v", "beta", "S0")}
+    problem = problem._replace(**cast, w_o=problem.w_o.float().double(), w_S=problem.w_S.float().double())
+    expected = expect(problem, rule)
+    for form, chunk_size in FORMS:
+        check(run(attend(rule, form, chunk_size), problem), expected, torch.float32, f"{form} {chunk_size} gain {gain}")
+
+
+@pytest.mark.parametrize("beta_value", [1.0, 1.9, 1.999])
+@pytest.mark.parametrize("name", ["falcon-1", "falcon-2", "falcon-3"])
+def test_one_key_repeated(name, beta_value):
+    """The Gram matrix of a chunk is all ones: the worst case for its triangular system."""
+    rule = R[name].replace(pairing="same-step")
+    problem = draw(rule, B=1, T=70, H=1, K=4, V=3, drop=("lam",), dtype=torch.float32)
+    k = problem.k[:, :1].expand_as(problem.k).contiguous()
+    problem = problem._replace(k=k, beta=torch.full_like(problem.beta, beta_value))
+    expected = expect(problem, rule)
+    for form, chunk_size in FORMS:
+        check(run(attend(rule, form, chunk_size), problem), expected, torch.float32, f"{form} {chunk_size}")
+
+
+# Ties and zeros
+
+
+@pytest.mark.parametrize("pairing", ["next-latent", "same-step"])
+@pytest.mark.parametrize("eps", [0.0, 1e-6])
+@pytest.mark.parametrize("name", RULES)
+def test_zero_keys(name, eps, pairing):
+    """Some or all keys zero, with and without a ridge: values as the longhand, every gradient finite."""
+    if R[name].window > 1 and eps == 0:
+        eps = 1e-6
+    rule = R[name].replace(eps=eps, pairing=pairing)
+    for zeros in (slice(2, 3), slice(0, 1), slice(3, 6), slice(0, 8)):
+        for drop in ((), ("lam",)):
+            problem = draw(rule, B=1, T=8, drop=drop)
+            k = problem.k.clone()
+            k[:, zeros] = 0
+            problem = problem._replace(k=k)
+            expected = expect(problem, rule)
+            for form, chunk_size in FORMS[:3]:
+                result = run(attend(rule, form, chunk_size), problem)
+                for label, gradient in result.gradients.items():
+                    assert bool(torch.isfinite(gradient).all()), f"d{label} {form}"
+                if eps == 0 and not drop and zeros == slice(0, 8):
+                    # alpha = beta lam / (0 + lam) does not depend on lam: zero, but for rounding, on both sides
+                    assert result.gradients.pop("lam").abs().max() < 1e-14
+                    result.gradients["lam"] = expected.gradients["lam"]
+                check(result, expected, torch.float64, f"{form} zeros {zeros}")
+
+
+def test_everything_zero():
+    """Zero q, k, v, gates and state, the padding of a fresh model: zeros out, gradients finite."""
+    for name in RULES:
+        problem = draw(R[name], B=1, T=6)
+        problem = problem._replace(
+            **{n: torch.zeros_like(getattr(problem, n)) for n in ("q", "k", "v", "beta", "lam", "S0")}
+        )
+        for form, chunk_size in FORMS[:3]:
+            result = run(attend(R[name], form, chunk_size), problem)
+            assert result.o.abs().max() == 0
+            assert all(bool(torch.isfinite(g).all()) for g in result.gradients.values())
+
+
+def tied_windows():
+    """Keys whose window has a repeated top eigenvalue, or repeated zero ones: orthonormal, equal, opposite, mixed."""
+    e = torch.eye(4, dtype=torch.float64)
+    return {
+        "orthonormal": e[[0, 1, 2, 3, 0, 1, 2, 3]],
+        "two planes": e[[0, 1, 0, 1, 2, 3, 2, 3]],
+        "equal": e[:1].expand(8, 4) * 1.5,
+        "opposite": torch.stack([e[0] * (-1) ** t for t in range(8)]),
+        "near tie": e[[0, 1, 2, 3, 0, 1, 2, 3]] * (1 + 1e-9 * torch.arange(8).double())[:, None],
+        "zeros between": e[[0, 1, 2, 3, 0, 1, 2, 3]] * (torch.arange(8) % 3 > 0).double()[:, None],
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("window", [2, 3, 4, 6])
+@pytest.mark.parametrize("tie", sorted(tied_windows()))
+def test_tied_eigenvalues(tie, window, dtype):
+    """The value is exact and the gradient finite; along the keys themselves the derivative exists, and is right."""
+    rule = R["falcon-3"].replace(window=window)
+    problem = draw(rule, B=1, T=8, H=1, K=4, V=3)
+    problem = problem._replace(k=tied_windows()[tie][None, :, None])
+    cast = {n: getattr(problem, n).to(dtype) for n in ("q", "k", "v", "beta", "lam", "S0")}
+    problem = problem._replace(**cast, w_o=problem.w_o.float().double(), w_S=problem.w_S.float().double())
+    expected = expect(problem, rule)
+    for form, chunk_size in FORMS[:3]:
+        result = run(attend(rule, form, chunk_size), problem)
+        assert_close(result.o, expected.o, dtype, "forward", f"{form} o")
+        assert_close(result.S, expected.S, dtype, "state", f"{form} S")
+        for name in ("q", "v", "beta", "lam", "S0"):
+            assert_close(result.gradients[name], expected.gradients[name], dtype, "gradient", f"{form} d{name}")
+        along, truth = ((r.gradients["k"].double() * problem.k.double()).sum() for r in (result, expected))
+        size = (expected.gradients["k"].abs() * problem.k.double().abs()).sum()
+        assert bool(torch.isfinite(result.gradients["k"]).all())
+        assert abs(along - truth) <= tolerance(dtype, "gradient") * size, (
+            f"{form}: d/ds at s k {along}, expected {truth}"
+        )
+
+
+# 5. Nothing to do
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_no_tokens(name):
+    """T = 0: empty o, the State unchanged, also through backward; packed too."""
+    rule = R[name]
+    _, state = fw.fast_weight_attention(*draw(rule, T=3)[:5], rule, output_final_state=True)
+    empty = draw(rule, T=0)
+    for form in ("recurrent", "masked", "chunk", "auto"):
+        o, after = fw.fast_weight_attention(*empty[:5], rule, form=form, initial_state=state, output_final_state=True)
+        assert o.shape == empty.v.shape
+        for name_, part, kept in zip(state._fields, after, state, strict=True):
+            assert torch.equal(part, kept), f"{form} {name_}"
+        inputs = leaves(empty)
+        S0 = inputs.pop("S0")
+        o, after = fw.fast_weight_attention(
+            *inputs.values(), rule, form=form, initial_state=S0, output_final_state=True
+        )
+        (after.S.sum() + o.sum()).backward()
+        assert torch.equal(S0.grad, torch.ones_like(S0))
+        _, fresh = fw.fast_weight_attention(*empty[:5], rule, form=form, output_final_state=True)
+        assert fresh.S.abs().max() == 0
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_no_sequences(name):
+    """N = 0, as an empty batch and as an empty pack."""
+    rule = R[name]
+    for form in ("recurrent", "masked", "chunk", "auto"):
+        none = draw(rule, B=0, T=4)
+        o, state = fw.fast_weight_attention(*none[:5], rule, form=form, output_final_state=True)
+        assert o.shape == none.v.shape
+        assert state.S.shape == (0, 2, 4, 3)
+        empty = draw(rule, B=1, T=0)
+        o, state = fw.fast_weight_attention(
+            *empty[:5], rule, form=form, cu_seqlens=torch.tensor([0]), output_final_state=True
+        )
+        assert o.shape == empty.v.shape
+        assert state.S.shape == (0, 2, 4, 3)
+
+
+# 6, 7, 17. Arguments
+
+
+def arguments(rule="falcon-1", **shape):
+    problem = draw(R[rule], **{"B": 2, "T": 6, "H": 4, "Hk": 2, "K": 5, "V": 3, **shape})
+    return problem._asdict()
+
+
+def refuse(match, rule="falcon-1", keywords=None, **changes):
+    """The call with some arguments changed raises ValueError that names `match` and says what it expected."""
+    given = {**arguments(rule), **changes}
+    with pytest.raises(ValueError, match=rf"\b{match}\b") as caught:
+        fw.fast_weight_attention(*(given[n] for n in ("q", "k", "v", "beta", "lam")), rule, **(keywords or {}))
+    message = str(caught.value)
+    assert "got" in message, message
+    assert "expected" in message, message
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_wrong_layouts_name_the_argument(rule):
+    a = arguments(rule)
+    heads_first = {n: a[n].transpose(1, 2) for n in ("q", "k", "v", "beta", "lam")}
+    for name, value in heads_first.items():
+        with pytest.raises(ValueError, match=r"\b(q|k|v|beta|lam)\b"):
+            fw.fast_weight_attention(*({**a, name: value}[n] for n in ("q", "k", "v", "beta", "lam")), rule)
+    refuse("beta", rule, beta=heads_first["beta"])
+    refuse("lam", rule, lam=heads_first["lam"])
+    refuse("beta", rule, beta=a["beta"][:, :-1])
+    refuse("lam", rule, lam=a["lam"][..., None])
+    refuse("lam", rule, lam=a["lam"][:, :, :2])
+    refuse("q", rule, q=a["q"][:, :-1])
+    refuse("q", rule, q=a["q"][..., :-1])
+    refuse("k", rule, k=a["k"][:1])
+    refuse("v", rule, v=a["v"][:, :, :3], beta=a["beta"][:, :, :3], lam=a["lam"][:, :, :3])
+    refuse("q", rule, q=a["q"][:, :, 0])
+    refuse("v", rule, v=a["v"].long())
+    refuse("beta", rule, beta=a["beta"].tolist())
+
+
+def test_column_gain_where_there_is_none():
+    """beta [B, T, H, V] with a scalar rule is an error, not a silent broadcast."""
+    refuse("beta", "falcon-1", beta=torch.ones(2, 6, 4, 3).double())
+    refuse("beta", "falcon-2", beta=torch.ones(2, 6, 4, 2).double())
+
+
+def test_other_arguments_are_named():
+    a = arguments()
+    S = torch.zeros(2, 4, 5, 3).double()
+    for keywords, name in [
+        ({"chunk_size": 0}, "chunk_size"),
+        ({"chunk_size": -3}, "chunk_size"),
+        ({"chunk_size": 2.5}, "chunk_size"),
+        ({"form": "loop"}, "form"),
+        ({"backend": "numpy"}, "backend"),
+        ({"mask": torch.ones(2, 6)}, "mask"),
+        ({"mask": torch.ones(2, 5, dtype=torch.bool)}, "mask"),
+        ({"mask": torch.ones(6, 2, dtype=torch.bool)}, "mask"),
+        ({"initial_state": S.transpose(2, 3)}, "initial_state"),
+        ({"initial_state": S[:1]}, "initial_state"),
+        ({"initial_state": S[:, :2]}, "initial_state"),
+        ({"initial_state": (S,)}, "initial_state"),
+        ({"initial_state": fw.State.zeros("falcon-3", 2, 4, 5, 3, num_key_heads=2)}, "initial_state"),
+        ({"initial_state": fw.State.zeros("falcon-1", 2, 4, 5, 3)}, "initial_state"),
+    ]:
+        with pytest.raises(ValueError, match=name):
+            fw.fast_weight_attention(a["q"], a["k"], a["v"], a["beta"], a["lam"], "falcon-1", **keywords)
+    for rule in ("falcon-4", "Falcon-1", None, 3):
+        with pytest.raises(ValueError, match="rule"):
+            fw.fast_weight_attention(a["q"], a["k"], a["v"], a["beta"], a["lam"], rule)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"objective": "l1"}, {"gain": "matrix"}, {"window": 0}, {"window": 2.0}, {"window": True}, {"pairing": "both"},
+        {"timing": "now"}, {"ridge": "none"}, {"step": "big"}, {"eps": -1.0}, {"eps": float("nan")},
+        {"decay_floor": 0.0}, {"decay_floor": 1.0}, {"read": "normalized"}, {"no_such_field": 1},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_rule_fields_are_checked(changes):
+    with pytest.raises(ValueError, match=next(iter(changes))):
+        R["falcon-1"].replace(**changes)
+
+
+def test_window_rule_wants_an_eps():
+    with pytest.raises(ValueError, match="eps"):
+        R["falcon-3"].replace(eps=0.0)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "batch"),
+    [
+        ([0, 3, 6], 2), ([1, 3, 6], 1), ([0, 4, 3, 6], 1), ([0, 3, 5], 1), ([0, 3, 7], 1), ([], 1), ([0, 6, 3], 1),
+        ([-1, 6], 1),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_bad_bounds(bounds, batch):
+    a = arguments(B=batch)
+    for dtype in (torch.int32, torch.int64):
+        with pytest.raises(ValueError, match="cu_seqlens"):
+            fw.fast_weight_attention(
+                a["q"], a["k"], a["v"], a["beta"], a["lam"], "falcon-1", cu_seqlens=torch.tensor(bounds, dtype=dtype)
+            )
+
+
+def test_bounds_of_another_kind():
+    a = arguments(B=1)
+    for bounds in (torch.tensor([0.0, 6.0]), torch.tensor([[0, 6]]), [0, 6], torch.tensor([0, 6], dtype=torch.int16)):
+        with pytest.raises(ValueError, match="cu_seqlens"):
+            fw.fast_weight_attention(a["q"], a["k"], a["v"], a["beta"], a["lam"], "falcon-1", cu_seqlens=bounds)
+
+
+def test_as_many_states_as_sequences():
+    a = arguments(B=1)
+    for N in (1, 3):
+        for state in (torch.zeros(N, 4, 5, 3), fw.State.zeros("falcon-1", N, 4, 5, 3, num_key_heads=2)):
+            with pytest.raises(ValueError, match="initial_state"):
+                fw.fast_weight_attention(
+                    a["q"], a["k"], a["v"], a["beta"], a["lam"], "falcon-1",
+                    cu_seqlens=torch.tensor([0, 2, 6]), initial_state=state,
+                )  # fmt: skip
+
+
+def test_step_and_relatives_name_their_arguments():
+    a = arguments()
+    q, k, v, beta, lam = (a[n] for n in ("q", "k", "v", "beta", "lam"))
+    state = fw.State.zeros("falcon-1", 2, 4, 5, 3, num_key_heads=2)
+    with pytest.raises(ValueError, match="q"):
+        fw.step(q, k[:, 0], v[:, 0], beta[:, 0], lam[:, 0], state, "falcon-1")
+    with pytest.raises(ValueError, match="v"):
+        fw.step(q[:, 0], k[:, 0], v[:, 0, 0], beta[:, 0], lam[:, 0], state, "falcon-1")
+    with pytest.raises(ValueError, match="beta"):
+        fw.step(q[:, 0], k[:, 0], v[:, 0], beta[:, 0].T, lam[:, 0], state, "falcon-1")
+    with pytest.raises(ValueError, match="state"):
+        fw.step(q[:, 0], k[:, 0], v[:, 0], beta[:, 0], lam[:, 0], fw.State.zeros("falcon-1", 1, 4, 5, 3), "falcon-1")
+    with pytest.raises(ValueError, match="beta"):
+        fw.delta_rule(q, k, v, beta.transpose(1, 2))
+    with pytest.raises(ValueError, match="log_decay"):
+        fw.delta_rule(q, k, v, beta, -lam.transpose(1, 2))
+    with pytest.raises(ValueError, match="log_decay"):
+        fw.linear_attention(q, k, v, -lam[..., None])
+    with pytest.raises(ValueError, match="v"):
+        fw.linear_attention(q, k, v.transpose(1, 2))
+
+
+# 8. Views, and 11. what requires grad
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_views_are_as_good_as_copies(name):
+    """unbind of one projection, heads-first storage, strided slices, expanded heads: same values and gradients."""
+    rule = R[name]
+    problem = draw(rule, B=2, T=7, H=2, K=3, V=3)
+    generator = torch.Generator().manual_seed(1)
+    packed = torch.randn(2, 7, 3, 2, 3, generator=generator, dtype=torch.float64)
+    storage = {
+        "unbind": (packed, lambda u: u.unbind(2)),
+        "heads first": (packed.permute(2, 0, 3, 1, 4).contiguous(), lambda u: u.transpose(2, 3).unbind(0)),
+        "width first": (packed.permute(4, 2, 0, 1, 3).contiguous(), lambda u: u.permute(1, 2, 3, 4, 0).unbind(0)),
+        "every other": (packed.repeat_interleave(2, 1), lambda u: u[:, ::2].unbind(2)),
+        "expanded": (packed[:, :, :, :1].clone(), lambda u: u.expand(2, 7, 3, 2, 3).unbind(2)),
+    }
+    for label, (source, split) in storage.items():
+        for form, chunk_size in FORMS[:3]:
+            results = []
+            for copy in (False, True):
+                leaf = source.clone().requires_grad_()
+                q, k, v = (u.contiguous() if copy else u for u in split(leaf))
+                o, S = attend(rule, form, chunk_size)(q, k, v, problem.beta, problem.lam, None)
+                (o * problem.w_o).sum().backward()
+                results.append((o, S, leaf.grad))
+            for part, viewed, copied in zip(("o", "S", "gradient"), *results, strict=True):
+                assert_close(viewed, copied, torch.float64, "forward", f"{label} {form} {part}")
+    gates = {n: getattr(problem, n).transpose(1, 2).contiguous().transpose(1, 2) for n in ("beta", "lam")}
+    moved = problem._replace(**gates, S0=problem.S0.transpose(2, 3).contiguous().transpose(2, 3))
+    check(run(attend(rule), moved), run(attend(rule), problem), torch.float64, "strided gates and state")
+
+
+@pytest.mark.parametrize("names", [("S0",), ("v",), ("k",), ("beta",), ("lam",), ("q",), ("k", "S0")], ids=" ".join)
+@pytest.mark.parametrize("name", RULES)
+def test_some_inputs_need_no_gradient(name, names):
+    """Whatever subset requires grad gets the gradient it gets when all do."""
+    rule = R[name]
+    problem = draw(rule, B=1, T=7)
+    full = run(attend(rule, "recurrent"), problem)
+    for form, chunk_size in FORMS[:3]:
+        inputs = {n: u.detach() for n, u in leaves(problem).items()}
+        for n in names:
+            inputs[n].requires_grad_()
+        o, S = attend(rule, form, chunk_size)(**inputs)
+        ((o * problem.w_o).sum() + (S * problem.w_S).sum()).backward()
+        for n in names:
+            assert_close(inputs[n].grad, full.gradients[n], torch.float64, "gradient", f"{form} d{n}")
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_no_gradient_wanted(name):
+    """Under no_grad, and with inputs that need none, outputs need none."""
+    problem = draw(R[name], T=5)
+    for form, chunk_size in FORMS[:3]:
+        o, S = attend(R[name], form, chunk_size)(*problem[:6])
+        assert not o.requires_grad
+        assert not S.requires_grad
+        with torch.no_grad():
+            again, _ = attend(R[name], form, chunk_size)(**leaves(problem))
+        assert_close(again, o, torch.float64)
+        assert not again.requires_grad
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_inputs_and_states_are_left_alone(name):
+    """Nothing that is passed in is written to, forward or backward, by any form, step or pack."""
+    rule = R[name]
+    problem = draw(rule, B=2, T=8)
+    _, state = fw.fast_weight_attention(*problem[:5], rule, output_final_state=True)
+    for form in ("recurrent", "masked", "chunk", "step"):
+        inputs = leaves(problem)
+        inputs.pop("S0")
+        held = fw.State(*(part.clone().requires_grad_(part.is_floating_point()) for part in state))
+        before = [u.detach().clone() for u in (*inputs.values(), *held)]
+        versions = [u._version for u in (*inputs.values(), *held)]
+        if form == "step":
+            o, after = fw.step(*(u[:, 0] for u in inputs.values()), held, rule)
+        else:
+            o, after = fw.fast_weight_attention(
+                *inputs.values(), rule, form=form, initial_state=held, output_final_state=True
+            )
+        (o.sum() + after.S.sum()).backward()
+        for u, copy, version in zip((*inputs.values(), *held), before, versions, strict=True):
+            assert u._version == version, f"{form}: written in place"
+            assert torch.equal(u, copy)
+        after.S.detach().zero_()
+        assert torch.equal(held.S, before[5]), f"{form}: the final State shares memory with the initial one"
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_second_backward_and_gradient_of_gradient_do_not_lie(name):
+    """A retained graph gives the same gradients twice; double backward is right or refused."""
+    rule = R[name]
+    problem = draw(rule, B=1, T=4, H=1, K=3, V=2)
+    for form, chunk_size in FORMS[:3]:
+        inputs = leaves(problem)
+        o, S = attend(rule, form, chunk_size)(**inputs)
+        loss = (o.square() * problem.w_o).sum() + (S * problem.w_S).sum()
+        first = torch.autograd.grad(loss, [inputs["v"], inputs["k"]], retain_graph=True)
+        second = torch.autograd.grad(loss, [inputs["v"], inputs["k"]], retain_graph=True)
+        for a, b in zip(first, second, strict=True):
+            assert torch.equal(a, b)
+
+
+# 10 is in test_forms (odd widths); 12 and 13 in test_continuation. 23. No GPU, no Triton
+
+
+WITHOUT_TRITON = """
+import sys
+
+for name in {missing}:
+    sys.modules[name] = None  # every import of it now fails
+import torch
+import fastweight as fw
+q = k = torch.nn.functional.normalize(torch.randn(1, 70, 2, 4), dim=-1).requires_grad_()
+v = torch.randn(1, 70, 2, 3)
+for rule in fw.RULES:
+    for form in ("recurrent", "masked", "chunk", "auto"):
+        o, state = fw.fast_weight_attention(q, k, v, None, None, rule, form=form, output_final_state=True)
+        (o.sum() + state.S.sum()).backward()
+o, _ = fw.step(q[:, 0], k[:, 0], v[:, 0], None, None, state, rule)
+try:
+    fw.fast_weight_attention(q, k, v, None, None, "falcon-1", backend="triton")
+except (ValueError, ImportError, NotImplementedError) as error:
+    print("refused:", error)
+print(sys.modules.get("triton"), sys.modules.get("transformers"))
+"""
+
+
+@pytest.mark.parametrize("missing", [("triton",), ("triton", "transformers", "matplotlib", "accelerate")], ids=str)
+def test_works_without_gpu_and_triton(missing, tmp_path):
+    """Import and every form run with the package absent and no device visible; an explicit "triton" is refused."""
+    environment = {"CUDA_VISIBLE_DEVICES": "", "PATH": "", "OMP_NUM_THREADS": "1"}
+    finished = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", WITHOUT_TRITON.replace("{missing}", repr(set(missing)))],
+        capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=120,
+    )  # fmt: skip
+    assert finished.returncode == 0, finished.stderr[-2000:]
+    assert finished.stdout.splitlines()[-1] == "None None"
+    assert "refused:" in finished.stdout
