@@ -1,7 +1,102 @@
-"""Stand-in until the chunk form lands."""
+"""Masked and chunk forms: cuts the tokens into chunks, hands them to the engine of the algebraic class, joins them again.
 
-from fastweight.memory.recurrent import recurrent
+The masked form is one chunk of T tokens, the chunk form chunks of C with the state carried between; nothing else differs.
+Layout inside: [n, N, C, D] with n chunks first, N = B H sequences of one head. Chunk sizes were chosen by measurement on
+two CPU cores; a window rule takes short chunks because its system has C R rows.
+"""
+
+import torch
+from einops import rearrange, repeat
+from jaxtyping import Float
+from torch import Tensor
+
+from fastweight.memory.additive import Additive
+from fastweight.memory.column import SUB, column_block
+from fastweight.memory.rules import Timing
+from fastweight.memory.solve import Solve
+from fastweight.memory.window import Band, Selected, Single, Window
+from fastweight.memory.writes import Writes
+
+_SMALLEST_LOG = -1e4  # exp of it is 0 in every dtype, and differences of it stay finite where -inf would not
 
 
-def block(q, writes, S, timing, chunk_size):
-    return recurrent(q, writes, S, timing)
+def block(
+    q: Float[Tensor, "B T Hk K"],
+    writes: Writes,
+    S: Float[Tensor, "B H K V"],
+    timing: Timing,
+    chunk_size: int | None = None,
+) -> tuple[Float[Tensor, "B T H V"], Float[Tensor, "B H K V"]]:
+    """Outputs and last state of T >= 1 tokens after S; chunk_size None takes the default of the class."""
+    B, T = q.shape[:2]
+    H = S.shape[1]
+    C = min(chunk_size or default_chunk(writes), T)
+    read_before = timing == "read-before-write"
+    log_decay = writes.log_decay.clamp(min=_SMALLEST_LOG)
+    gates = _chunks(writes.gain, C), _chunks(log_decay, C)
+    pairs, window = _pairs(writes, C, H)
+    inputs = (_chunks(_per_head(q, H), C), *pairs, *gates, S.flatten(0, 1))
+    if writes.gain.ndim == 4:
+        o, last = column_block(*inputs, read_before, writes.residual)
+    elif writes.residual == "none":
+        o, last = Additive.apply(*inputs, window, read_before)  # type: ignore[misc]
+    else:
+        o, last = Solve.apply(*inputs, window, read_before, writes.residual == "before-decay")  # type: ignore[misc]
+    o = rearrange(o, "n (b h) c v -> b (n c) h v", b=B)[:, :T]
+    return o, last.unflatten(0, (B, H))
+
+
+def default_chunk(writes: Writes) -> int:
+    """Tokens a chunk: 64 for scalar gain, fewer where a window or a gain per column makes the system larger."""
+    if writes.gain.ndim == 4:
+        return SUB
+    if writes.window > 1 and writes.residual != "none":
+        return max(8, 64 // writes.window)
+    return 64
+
+
+def _per_head(z: Float[Tensor, "B T Hk D"], H: int) -> Float[Tensor, "B T H D"]:
+    groups = H // z.shape[2]
+    return z if groups == 1 else repeat(z, "b t h d -> b t (h g) d", g=groups)
+
+
+def _chunks(z: Tensor, C: int) -> Tensor:
+    """[B, T, H, ...] -> contiguous [n, B H, C, ...]; the last chunk is padded with zeros (gain 0: no write, carry 1)."""
+    short = -z.shape[1] % C
+    if short:
+        z = torch.cat((z, z.new_zeros(z.shape[0], short, *z.shape[2:])), dim=1)
+    return rearrange(z, "b (n c) h ... -> n (b h) c ...", c=C).contiguous()
+
+
+def _pairs(writes: Writes, C: int, H: int) -> tuple[tuple[Tensor, Tensor], Window]:
+    """Write features and targets per chunk, with the R - 1 pairs before it, and where the windows lie in them."""
+    x, y, R = _per_head(writes.x, H), writes.y, writes.window
+    if R == 1:
+        return (_chunks(x, C), _chunks(y, C)), Single()
+    assert writes.count is not None, "a window counts its live pairs"
+    B, T = writes.count.shape
+    n = -(-T // C)
+    count = torch.cat((writes.count, writes.count.new_zeros(B, n * C - T)), dim=1).view(B, n, C)
+    newest_first = torch.arange(R - 1, -1, -1, device=x.device)
+    alive = (newest_first < count[..., None]).to(x.dtype)  # [B, n, C, R], oldest first
+    alive = repeat(alive, "b n c r -> (n b h) c r", h=H)
+    J = C + R - 1
+    if writes.slot is None:
+        start = C * torch.arange(n, device=x.device).expand(B, n)
+        window: Window = Band(R, alive)
+    else:
+        slot = torch.cat((writes.slot, writes.slot[:, -1:].expand(B, n * C - T)), dim=1).view(B, n, C)
+        # The window before a chunk ends where the one of its first token ends, or one pair earlier.
+        start = torch.cat((slot.new_full((B, 1), R - 2), slot[:, :-1, -1]), dim=1) - (R - 2)
+        # A masked token has gain 0: that its oldest pair may lie before the chunk does not matter.
+        local = ((slot - start[..., None])[..., None] - newest_first).clamp(min=0)
+        select = torch.nn.functional.one_hot(local.flatten(2), J).to(x.dtype)
+        window = Selected(R, alive, repeat(select, "b n r j -> (n b h) r j", h=H))
+    index = (start[..., None] + torch.arange(J, device=x.device)).clamp(max=x.shape[1] - 1)
+    return (_windows(x, index), _windows(y, index)), window
+
+
+def _windows(z: Float[Tensor, "B P H D"], index: Tensor) -> Float[Tensor, "n BH J D"]:
+    """The pairs `index` [B, n, J] of every chunk."""
+    rows = torch.arange(len(z), device=z.device)[:, None, None]
+    return rearrange(z[rows, index], "b n j h d -> n (b h) j d").contiguous()
