@@ -188,6 +188,10 @@ class FastWeightAttention(nn.Module):
         """
         mask = last_columns(mask, hidden_states)
         check_cu_seqlens(cu_seqlens, hidden_states)
+        rows = len(hidden_states) if cu_seqlens is None else len(cu_seqlens) - 1
+        if state is not None and (not isinstance(state, LayerState) or len(state.conv) != rows):
+            got = f"{len(state.conv)} sequences" if isinstance(state, LayerState) else type(state).__name__
+            raise ValueError(f"state: got {got}, expected a LayerState of {rows} sequences")
         q, k, v, conv = self._qkv(hidden_states, mask, cu_seqlens, None if state is None else state.conv)
         step, lam = self._gates(hidden_states)
         o, memory = fast_weight_attention(

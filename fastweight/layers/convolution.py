@@ -47,6 +47,9 @@ class ShortConvolution(nn.Module):
         if cache is None:
             rows = x.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
             cache = x.new_zeros(rows, self.width - 1, x.shape[-1])
+        if cache.shape[1:] != (self.width - 1, x.shape[-1]):
+            expected = f"[N, {self.width - 1}, {x.shape[-1]}]"
+            raise ValueError(f"cache: got shape {tuple(cache.shape)}, expected {expected} (the last inputs)")
         cache = cache.to(x.dtype)
         if mask is not None:
             x = x.masked_fill(mask.logical_not()[..., None], 0)

@@ -93,7 +93,8 @@ class KeyValueLayer(DynamicLayer):
 def _overwrite(old: Tensor | None, new: Tensor) -> Tensor:
     if torch.is_grad_enabled():
         return new
-    if old is None or old.shape != new.shape or old.dtype != new.dtype or old.device != new.device:
+    fits = old is not None and (old.shape, old.dtype, old.device) == (new.shape, new.dtype, new.device)
+    if old is None or not fits or (old.is_inference() and not torch.is_inference_mode_enabled()):
         return new.clone()
     return old.copy_(new)
 

@@ -18,11 +18,12 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import logging
 
-from fastweight.layers.convolution import ShortConvolution, position_in_document
+from fastweight.layers.convolution import ShortConvolution
 from fastweight.layers.mixers import mixer_of
 from fastweight.layers.parts import Gate, RMSNorm, SwiGLU
 from fastweight.models.cache import FastWeightCache
 from fastweight.models.config import FastWeightConfig
+from fastweight.models.inputs import document_bounds, one_of, padding_mask, without_document_starts
 
 logger = logging.get_logger(__name__)
 
@@ -103,7 +104,7 @@ class FastWeightModel(FastWeightPreTrainedModel):
 
     def __init__(self, config: FastWeightConfig):
         super().__init__(config)
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(FastWeightBlock(config, i) for i in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.gradient_checkpointing = False
@@ -128,10 +129,9 @@ class FastWeightModel(FastWeightPreTrainedModel):
             raise ValueError("input_ids: got both or neither of input_ids and inputs_embeds, expected exactly one")
         hidden_states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         mask = padding_mask(attention_mask, hidden_states)
-        cu_seqlens = one_of("cu_seqlens", cu_seqlens, "cu_seq_lens_q", kwargs.get("cu_seq_lens_q"))
-        cache = self._cache(one_of("cache", cache, "past_key_values", past_key_values), use_cache, cu_seqlens)
-        if cu_seqlens is None and mask is None and (cache is None or cache.get_seq_length() == 0):
-            cu_seqlens = documents(position_ids)
+        cache = one_of("cache", cache, "past_key_values", past_key_values)
+        cu_seqlens = document_bounds(cu_seqlens, kwargs.get("cu_seq_lens_q"), position_ids, attention_mask, cache)
+        cache = self._cache(cache, use_cache, cu_seqlens)
         collected = []
         for block in self.layers:
             collected.append(hidden_states)
@@ -211,12 +211,14 @@ class FastWeightForCausalLM(FastWeightPreTrainedModel, GenerationMixin):
         Raises:
             ValueError: for anything inconsistent, naming the argument.
         """
+        cache = one_of("cache", cache, "past_key_values", past_key_values)
+        packed = kwargs.pop("cu_seq_lens_q", None)
+        cu_seqlens = document_bounds(cu_seqlens, packed, position_ids, attention_mask, cache)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
             inputs_embeds=inputs_embeds,
-            past_key_values=past_key_values,
             cache=cache,
             use_cache=use_cache,
             cu_seqlens=cu_seqlens,
@@ -229,8 +231,8 @@ class FastWeightForCausalLM(FastWeightPreTrainedModel, GenerationMixin):
         logits = self.lm_head(hidden_states if isinstance(kept, int) else hidden_states[:, kept])
         loss = None
         if labels is not None:
-            bounds = cu_seqlens if cu_seqlens is not None else kwargs.get("cu_seq_lens_q")
-            loss = self.loss_function(logits, without_document_starts(labels, bounds), self.vocab_size, **kwargs)
+            labels = without_document_starts(labels, cu_seqlens)
+            loss = self.loss_function(logits, labels, self.vocab_size, **kwargs)
         output = CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
@@ -238,54 +240,6 @@ class FastWeightForCausalLM(FastWeightPreTrainedModel, GenerationMixin):
             **{CACHE_NAME: getattr(outputs, CACHE_NAME)},
         )
         return output if wants_dict(return_dict, self.config) else output.to_tuple()
-
-
-def padding_mask(
-    attention_mask: Tensor | dict[str, Tensor] | None, hidden_states: Float[Tensor, "B T D"]
-) -> Bool[Tensor, "B S"] | None:
-    """A bool mask from what transformers hands over: 2-D of any dtype, None, or a dictionary by kind of layer."""
-    if isinstance(attention_mask, dict):
-        attention_mask = attention_mask.get("linear_attention")
-    if attention_mask is None:
-        return None
-    B, T = hidden_states.shape[:2]
-    if attention_mask.ndim != 2 or attention_mask.shape[0] != B or attention_mask.shape[1] < T:
-        raise ValueError(
-            f"attention_mask: got shape {tuple(attention_mask.shape)}, expected [{B}, {T}], "
-            "with one more column in front for every cached token"
-        )
-    return attention_mask.bool()
-
-
-def one_of(name: str, value: Any, other_name: str, other: Any) -> Any:
-    """The one of two names for the same argument that was used."""
-    if value is not None and other is not None and value is not other:
-        raise ValueError(f"{name}: got {name} and {other_name}, expected one of them: they mean the same")
-    return value if value is not None else other
-
-
-def documents(position_ids: Int[Tensor, "b T"] | None) -> Int[Tensor, " N+1"] | None:
-    """cu_seqlens where positions start again at 0; None for a single document."""
-    if position_ids is None or position_ids.ndim != 2 or position_ids.shape[1] < 2 or torch.compiler.is_compiling():
-        return None
-    starts = (position_ids[:, 1:] == 0).nonzero()[:, 1] + 1
-    if len(starts) == 0:
-        return None
-    if len(position_ids) != 1:
-        raise ValueError(
-            f"position_ids: got several documents in a batch of {len(position_ids)}, expected packed documents in one "
-            "row (batch 1), or an attention_mask"
-        )
-    return torch.nn.functional.pad(starts, (1, 1)).index_fill(
-        0, starts.new_tensor([len(starts) + 1]), position_ids.shape[1]
-    )
-
-
-def without_document_starts(labels: Int[Tensor, "B T"], cu_seqlens: Tensor | None) -> Int[Tensor, "B T"]:
-    """No document is asked to predict the first token of the next one."""
-    if cu_seqlens is None:
-        return labels
-    return labels.masked_fill(position_in_document(cu_seqlens.to(labels.device), labels.shape[1]) == 0, -100)
 
 
 def wants_dict(return_dict: bool | None, config: PreTrainedConfig) -> bool:

@@ -1,0 +1,71 @@
+"""What callers may hand a model, brought to the two forms that the layers know: a bool mask and document bounds.
+
+attention_mask comes 2-D in any dtype, as None, or as a dictionary by kind of layer. Packed documents come as
+`cu_seqlens` or `cu_seq_lens_q`, or as positions that start again at 0. Trap: positions say something about documents
+only where there is no attention_mask and no filled cache, because the positions of padded tokens are 0 as well.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from fastweight.layers.convolution import position_in_document
+
+
+def padding_mask(
+    attention_mask: Tensor | dict[str, Tensor] | None, hidden_states: Float[Tensor, "B T D"]
+) -> Bool[Tensor, "B S"] | None:
+    """True for real tokens, cached ones included; None when all are (seen outside compiled code only)."""
+    if isinstance(attention_mask, dict):
+        attention_mask = attention_mask.get("linear_attention")
+    if attention_mask is None:
+        return None
+    B, T = hidden_states.shape[:2]
+    if attention_mask.ndim != 2 or attention_mask.shape[0] != B or attention_mask.shape[1] < T:
+        raise ValueError(
+            f"attention_mask: got shape {tuple(attention_mask.shape)}, expected [{B}, {T}], "
+            "with one more column in front for every cached token"
+        )
+    mask = attention_mask.bool()
+    return None if not torch.compiler.is_compiling() and bool(mask.all()) else mask
+
+
+def one_of(name: str, value: Any, other_name: str, other: Any) -> Any:
+    """The one of two names for the same argument that was used; both at once raise ValueError."""
+    if value is not None and other is not None and value is not other:
+        raise ValueError(f"{name}: got {name} and {other_name}, expected one of them: they mean the same")
+    return value if value is not None else other
+
+
+def document_bounds(
+    cu_seqlens: Int[Tensor, " N+1"] | None,
+    cu_seq_lens_q: Int[Tensor, " N+1"] | None,
+    position_ids: Int[Tensor, "b T"] | None,
+    attention_mask: Any,
+    cache: Any,
+) -> Int[Tensor, " N+1"] | None:
+    """cu_seqlens under either name, else read off positions that start again at 0; None for whole rows."""
+    bounds = one_of("cu_seqlens", cu_seqlens, "cu_seq_lens_q", cu_seq_lens_q)
+    if bounds is not None or position_ids is None or position_ids.ndim != 2 or torch.compiler.is_compiling():
+        return bounds
+    if attention_mask is not None or (cache is not None and cache.get_seq_length() > 0):
+        return None
+    starts = (position_ids[:, 1:] == 0).nonzero()[:, 1] + 1
+    if len(starts) == 0:
+        return None
+    if len(position_ids) != 1:
+        raise ValueError(
+            f"position_ids: got several documents in a batch of {len(position_ids)}, expected packed documents in one "
+            "row (batch 1), or an attention_mask"
+        )
+    return torch.cat([F.pad(starts, (1, 0)), starts.new_tensor([position_ids.shape[1]])])
+
+
+def without_document_starts(labels: Int[Tensor, "B T"], cu_seqlens: Int[Tensor, " N+1"] | None) -> Int[Tensor, "B T"]:
+    """No document is asked to predict the first token of the next one."""
+    if cu_seqlens is None:
+        return labels
+    return labels.masked_fill(position_in_document(cu_seqlens.to(labels.device), labels.shape[1]) == 0, -100)
