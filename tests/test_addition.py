@@ -1,4 +1,4 @@
-"""The addition task: problems against Python's integers, purity of the seeds, layout, scorers on made-up predictions."""
+"""The addition task: problems against Python's integers, purity of the seeds, layout, scorers on made-up answers."""
 
 import random
 from types import SimpleNamespace

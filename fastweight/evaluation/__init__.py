@@ -1,0 +1,1 @@
+"""Trained runs into figures: scores by width, tables, a picture and one honest sentence."""

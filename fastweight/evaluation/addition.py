@@ -1,0 +1,139 @@
+"""Run directories into addition scores by width.
+
+Every model is scored on the same problems (seed, width and count decide them). Width ranges and counts come from each
+run's own recipe unless given. Trap: figures of different runs are comparable only when these agree; `evaluate` takes
+the first run's for all.
+"""
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers.utils import logging
+
+from fastweight.models import FastWeightForCausalLM
+from fastweight.recipes import Run
+from fastweight.recipes.loader import build_run
+from fastweight.recipes.rundir import RUN_RECORD, newest_complete_checkpoint
+from fastweight.tasks.addition import decode, encode, held_out
+from fastweight.tasks.scoring import Score, generate_answers, score
+
+
+@dataclass(frozen=True)
+class ModelScores:
+    """One model's scores, by ascending width.
+
+    Fields:
+        name: for tables and legends.
+        checkpoint: directory it was read from.
+        mixer: of the model.
+        num_parameters: of the whole model, tied ones once.
+        train_widths: smallest and largest training width.
+        scores: one for each width.
+    """
+
+    name: str
+    checkpoint: str
+    mixer: str
+    num_parameters: int
+    train_widths: tuple[int, int]
+    scores: tuple[Score, ...]
+
+    def mean(self, field: str, longer: bool) -> float | None:
+        """Mean of a Score field over widths beyond the training range (`longer`) or within it; None without any."""
+        chosen = [s for s in self.scores if (s.width > self.train_widths[1]) == longer]
+        values = [getattr(s, field) for s in chosen]
+        return None if not values or None in values else sum(values) / len(values)
+
+
+def find_checkpoint(path: Path, say: Callable[[str], None] = print) -> tuple[Path, Run]:
+    """The checkpoint to read and its recipe, from a run directory or from one of its checkpoints."""
+    run_dir = path if (path / RUN_RECORD).is_file() else path.parent
+    if not (run_dir / RUN_RECORD).is_file():
+        raise ValueError(f"run_dir: got {path}, expected a directory written by `fastweight train` (no {RUN_RECORD})")
+    run = build_run(json.loads((run_dir / RUN_RECORD).read_text(encoding="utf-8"))["run"])
+    checkpoint = path if path != run_dir else newest_complete_checkpoint(run_dir, say)
+    if checkpoint is None:
+        raise ValueError(f"run_dir: {path} has no complete checkpoint yet, expected at least one")
+    return checkpoint, run
+
+
+def load_model(checkpoint: Path) -> Any:
+    """The model of a checkpoint, in eval mode on the CPU."""
+    bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        return FastWeightForCausalLM.from_pretrained(checkpoint).eval()
+    finally:
+        if bars:
+            logging.enable_progress_bar()
+
+
+def evaluate(
+    paths: Sequence[Path],
+    *,
+    widths: tuple[int, int] | None = None,
+    num_problems: int | None = None,
+    generate: bool = True,
+    say: Callable[[str], None] = print,
+    progress: Callable[[str, int, int], None] = lambda name, done, total: None,
+) -> list[ModelScores]:
+    """Score runs (or single checkpoints) at every width from the smallest training to the largest test width.
+
+    Args:
+        paths: run directories or checkpoints.
+        widths: smallest and largest width instead.
+        num_problems: per width, instead of the recipe's.
+        generate: also score free generation (slower).
+        say: for messages.
+        progress: called with (model, widths done, widths in all).
+    """
+    found = [find_checkpoint(path, say) for path in paths]
+    task = found[0][1].task
+    low, high = widths or (task.train_widths[0], task.test_widths[1])
+    if not 1 <= low <= high:
+        raise ValueError(f"widths: got {low} to {high}, expected a range of digits from 1 up")
+    count = task.test_problems if num_problems is None else num_problems
+    names = _names([run for _, run in found], paths)
+    results = []
+    for name, (checkpoint, run) in zip(names, found, strict=True):
+        model, scores = load_model(checkpoint), []
+        for width in range(low, high + 1):
+            progress(name, width - low, high - low + 1)
+            scores.append(score(model, held_out(width, count, task.test_seed), generate=generate))
+        progress(name, high - low + 1, high - low + 1)
+        results.append(
+            ModelScores(
+                name=name,
+                checkpoint=str(checkpoint),
+                mixer=str(run.model.get("mixer", "")),
+                num_parameters=sum(p.numel() for p in model.parameters()),
+                train_widths=run.task.train_widths,
+                scores=tuple(scores),
+            )
+        )
+    return results
+
+
+def answer(model: Any, prompt: str) -> tuple[str, str]:
+    """The model's answer to a sum such as "12+34=", and the right one, both least significant digit first."""
+    match = re.fullmatch(r"(\d+)\+(\d+)=", prompt)
+    if match is None or len(match[1]) != len(match[2]):
+        raise ValueError(f"prompt: got {prompt!r}, expected two numbers of the same length, as 12+34= or 05+17=")
+    num_digits = len(match[1]) + 1
+    given = decode(generate_answers(model, encode(prompt)[None], num_digits)[0])
+    return given, str(int(match[1]) + int(match[2])).zfill(num_digits)[::-1]
+
+
+def to_json(results: Sequence[ModelScores]) -> list[dict[str, Any]]:
+    """Plain data, with the mean over longer widths beside the scores."""
+    return [asdict(result) | {"mean_exact_longer": result.mean("exact", longer=True)} for result in results]
+
+
+def _names(runs: Sequence[Run], paths: Sequence[Path]) -> list[str]:
+    """Mixer names where they tell the runs apart, else the directories' names."""
+    mixers = [str(run.model.get("mixer", "")) for run in runs]
+    return mixers if all(mixers) and len(set(mixers)) == len(mixers) else [str(path) for path in paths]

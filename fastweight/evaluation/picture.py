@@ -1,0 +1,49 @@
+"""Scores by width into a PNG: whole answers right and digits right against width, training widths shaded.
+
+Trap: matplotlib's pyplot keeps global state and may look for a screen; the figure is drawn on an Agg canvas instead.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from fastweight.evaluation.addition import ModelScores
+
+# Okabe and Ito's colours: told apart by colour-blind readers too. Markers and dashes repeat the distinction.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#7F7F7F")
+MARKERS = "osD^vPX*"
+PANELS = {"exact": "Whole answer right", "token": "Digits right (teacher-forced)"}
+
+
+def draw(results: Sequence[ModelScores], path: Path) -> None:
+    """Write the picture; one line for each model in each of the two panels."""
+    figure = Figure(figsize=(10, 4.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(1, len(PANELS), sharex=True)
+    for panel, (field, title) in zip(panels, PANELS.items(), strict=True):
+        low, high = results[0].train_widths
+        panel.axvspan(low - 0.5, high + 0.5, color="#EEEEEE", zorder=0, label="training widths")
+        for i, result in enumerate(results):
+            panel.plot(
+                [s.width for s in result.scores],
+                [100 * getattr(s, field) for s in result.scores],
+                color=COLOURS[i % len(COLOURS)],
+                marker=MARKERS[i % len(MARKERS)],
+                linestyle=("-", "--", "-.", ":")[i % 4],
+                markersize=5,
+                label=result.name,
+            )
+        panel.set_title(title)
+        panel.set_xlabel("digits in each number")
+        panel.set_ylabel(f"% of {results[0].scores[0].count} problems a width" if field == "exact" else "% of digits")
+        panel.set_ylim(-3, 103)
+        panel.set_xlim(results[0].scores[0].width - 0.5, results[0].scores[-1].width + 0.5)
+        panel.xaxis.set_major_locator(MaxNLocator(integer=True))
+        panel.grid(axis="y", color="#DDDDDD", linewidth=0.6)
+        panel.spines[["top", "right"]].set_visible(False)
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 5), frameon=False)
+    figure.savefig(path, dpi=150)

@@ -1,0 +1,111 @@
+"""Recipe names or YAML files, with dotted overrides, into a checked `Run`.
+
+An unknown key is an error that lists the known ones, wherever it stands; a value of the wrong kind is an error that
+names the key. Traps: YAML reads 1e-3 (no dot) as text, so text that is a number is taken as one where a number is
+expected; `model` keys are checked against FastWeightConfig when the model is built (a recipe does not know it).
+"""
+
+import difflib
+import types
+from collections.abc import Iterable, Mapping
+from dataclasses import fields, is_dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import yaml
+
+from fastweight.recipes.schema import Run
+
+
+def recipe_names() -> list[str]:
+    """Names of the recipes that come with the package."""
+    files = resources.files("fastweight.recipes").iterdir()
+    return sorted(Path(file.name).stem for file in files if file.name.endswith(".yaml"))
+
+
+def load_recipe(name: str, overrides: Iterable[str] = ()) -> Run:
+    """A Run from a recipe name or a path to a YAML file, changed by overrides such as "model.hidden_size=64".
+
+    Raises ValueError for an unknown recipe, key or value.
+    """
+    raw = yaml.safe_load(_read(name)) or {}
+    if not isinstance(raw, dict):
+        raise ValueError(f"recipe {name}: got {type(raw).__name__}, expected a mapping of settings")
+    raw.setdefault("name", Path(name).stem)
+    for override in overrides:
+        _apply(raw, override)
+    return build_run(raw)
+
+
+def build_run(raw: Mapping[str, Any]) -> Run:
+    """A checked Run from nested plain data; ValueError names the key that is unknown or wrong."""
+    return _record(Run, raw, "")
+
+
+def _read(name: str) -> str:
+    if name in recipe_names():
+        return resources.files("fastweight.recipes").joinpath(f"{name}.yaml").read_text(encoding="utf-8")
+    path = Path(name)
+    if path.suffix in (".yaml", ".yml") and path.is_file():
+        return path.read_text(encoding="utf-8")
+    raise ValueError(f"recipe: got {name!r}, expected a YAML file or one of {', '.join(recipe_names())}")
+
+
+def _apply(raw: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not all(key.split(".")):
+        raise ValueError(f"override: got {override!r}, expected KEY=VALUE with a dotted key, as model.hidden_size=64")
+    *path, last = key.split(".")
+    place = raw
+    for part in path:
+        place = place.setdefault(part, {})
+        if not isinstance(place, dict):
+            raise ValueError(f"override: got {override!r}, but {part!r} is a single value and holds no keys")
+    place[last] = yaml.safe_load(text)
+
+
+def _record(cls: Any, raw: Any, where: str) -> Any:
+    if not isinstance(raw, Mapping):
+        raise ValueError(f"{where.rstrip('.')}: got {raw!r}, expected a mapping of settings")
+    hints, known = get_type_hints(cls), [field.name for field in fields(cls)]
+    for key in raw:
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1)
+            hint = f" (did you mean {where}{near[0]}?)" if near else ""
+            raise ValueError(f"{where}{key}: unknown setting{hint}; expected one of {', '.join(known)}")
+    return cls(**{key: _value(hints[key], value, where + key) for key, value in raw.items()})
+
+
+def _value(kind: Any, value: Any, where: str) -> Any:
+    if is_dataclass(kind):
+        return _record(kind, value, where + ".")
+    origin, options = get_origin(kind), get_args(kind)
+    if origin in (Union, types.UnionType):
+        return None if value is None else _value(next(o for o in options if o is not type(None)), value, where)
+    if origin is Literal:
+        if value not in options:
+            raise ValueError(f"{where}: got {value!r}, expected one of {', '.join(map(str, options))}")
+        return value
+    if origin is tuple:
+        if not isinstance(value, list | tuple) or len(value) != len(options):
+            raise ValueError(f"{where}: got {value!r}, expected a list of {len(options)} values")
+        return tuple(_value(option, item, where) for option, item in zip(options, value, strict=True))
+    if origin is dict:
+        if not isinstance(value, Mapping):
+            raise ValueError(f"{where}: got {value!r}, expected a mapping of settings")
+        return dict(value)
+    return _scalar(kind, value, where)
+
+
+def _scalar(kind: type, value: Any, where: str) -> Any:
+    if kind is float and isinstance(value, str):
+        try:
+            value = float(value)
+        except ValueError:
+            raise ValueError(f"{where}: got {value!r}, expected a number") from None
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise ValueError(f"{where}: got {value!r}, expected {kind.__name__}")
+    return value

@@ -1,0 +1,141 @@
+"""What a training run tells: a progress bar, metrics.jsonl, validation scores; and the mark of a complete checkpoint.
+
+metrics.jsonl holds one JSON object a line: {"step", "loss", "grad_norm", "learning_rate", "steps_per_second",
+"tokens_per_second"} every log_every steps (mean loss since the line before, gradient norm before clipping, tokens with
+padding) and {"step", "validation": {...}} at validations. Lines after the checkpoint from which a run goes on are
+dropped, so that steps are unique. Trap: the Trainer hides a loss that is not finite from its averages by default; here
+it ends the run with an error instead.
+"""
+
+import json
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from transformers import TrainerCallback
+
+from fastweight.recipes.rundir import mark_complete
+
+METRICS = "metrics.jsonl"
+
+
+class CompleteCheckpoints(TrainerCallback):
+    """Writes the manifest once every process has written its part of a checkpoint."""
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            torch.distributed.barrier()
+        if state.is_world_process_zero:
+            mark_complete(Path(args.output_dir) / f"checkpoint-{state.global_step}")
+
+
+class ProgressBar(TrainerCallback):
+    """A bar with steps, rate, time left and the last loss, on process 0."""
+
+    def __init__(self, title: str, console: Console) -> None:
+        self.title = title
+        columns = [
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[rate]}"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[last]}"),
+        ]
+        self.progress = Progress(*columns, console=console, refresh_per_second=2)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.first_step, self.started = state.global_step, time.monotonic()
+        if state.is_world_process_zero:
+            self.progress.start()
+            self.task = self.progress.add_task(
+                self.title, total=state.max_steps, completed=state.global_step, rate="", last=""
+            )
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.is_world_process_zero:
+            rate = (state.global_step - self.first_step) / max(time.monotonic() - self.started, 1e-9)
+            self.progress.update(self.task, completed=state.global_step, rate=f"{rate:.1f} steps/s")
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
+        if state.is_world_process_zero and logs and "loss" in logs:
+            self.progress.update(self.task, last=f"loss {logs['loss']:.3f}")
+
+    def close(self) -> None:
+        """Give the terminal back, also after an interruption."""
+        self.progress.stop()
+
+
+class Metrics(TrainerCallback):
+    """Appends metrics to a file on process 0 and refuses a loss that is not finite."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._restart_clock(state)
+        if state.is_world_process_zero:
+            keep_until(self.path, state.global_step)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
+        if not logs or "loss" not in logs:
+            return
+        if not math.isfinite(logs["loss"]):
+            raise FloatingPointError(
+                f"The loss is {logs['loss']} at step {state.global_step}; the last complete checkpoint is untouched. "
+                "Lower optimizer.learning_rate or use training.precision=fp32."
+            )
+        seconds = max(time.monotonic() - self.clock, 1e-9)
+        line = {"step": state.global_step} | {k: logs[k] for k in ("loss", "grad_norm", "learning_rate") if k in logs}
+        line["steps_per_second"] = round((state.global_step - self.last_step) / seconds, 2)
+        line["tokens_per_second"] = round((state.num_input_tokens_seen - self.last_tokens) / seconds)
+        self._restart_clock(state)
+        self.write(state, line)
+
+    def _restart_clock(self, state: Any) -> None:
+        self.clock, self.last_step = time.monotonic(), state.global_step
+        self.last_tokens = state.num_input_tokens_seen
+
+    def write(self, state: Any, line: dict[str, Any]) -> None:
+        """Append one line, on process 0 only."""
+        if state.is_world_process_zero:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+
+
+class Validation(TrainerCallback):
+    """Scores the model on held-out problems every `every` steps and at the end, into the metrics.
+
+    Args:
+        score: from the model to a dictionary of figures.
+        every: optimizer steps; 0 means never.
+    """
+
+    def __init__(self, score: Callable[[Any], dict[str, float]], every: int, metrics: Metrics) -> None:
+        self.score, self.every, self.metrics = score, every, metrics
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        due = self.every and (state.global_step % self.every == 0 or state.global_step >= state.max_steps)
+        if due:
+            self.metrics.write(state, {"step": state.global_step, "validation": self.score(model)})
+
+
+def keep_until(path: Path, step: int) -> None:
+    """Drop the lines of a metrics file that come after `step`, and a last line that was cut short."""
+    if not path.is_file():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            if json.loads(line)["step"] <= step:
+                kept.append(line)
+        except (ValueError, KeyError, TypeError):
+            continue
+    path.write_text("".join(line + "\n" for line in kept), encoding="utf-8")

@@ -1,0 +1,181 @@
+"""A `Run` and a directory into a trained model, through transformers.Trainer: the one place that knows its settings.
+
+    run_dir/run.json         the resolved recipe and the number of processes
+    run_dir/metrics.jsonl    see callbacks.py
+    run_dir/checkpoint-N/    model, optimizer, schedule, random state, and complete.json when all of it is there
+
+Started on a directory that holds the same run, `train` goes on from the newest complete checkpoint and ends with the
+same parameters, bit for bit on one process, as a run that was never interrupted. Traps: the micro-batch, not the
+problem, is the dataset's item, so per_device_train_batch_size is 1 and the collator only unwraps; several GPUs need
+torchrun (one process uses one device, never DataParallel).
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from transformers import Trainer, TrainingArguments
+from transformers.trainer_callback import PrinterCallback
+from transformers.utils import logging
+
+from fastweight.recipes import Run, rundir, to_dict
+from fastweight.tasks.addition import AdditionBatches, held_out
+from fastweight.tasks.scoring import score
+from fastweight.training.callbacks import METRICS, CompleteCheckpoints, Metrics, ProgressBar, Validation
+from fastweight.training.model import build_model, decayed_parameters
+
+
+class RunTrainer(Trainer):
+    """Trainer whose weight decay follows the marks on the layers."""
+
+    def get_decay_parameter_names(self, model: torch.nn.Module) -> list[str]:
+        return decayed_parameters(model)
+
+
+def train(
+    run: Run, run_dir: Path, *, allow_changes: bool = False, console: Console | None = None, model: Any = None
+) -> Path:
+    """Train to the end, or go on from where `run_dir` stands; returns the last checkpoint.
+
+    Args:
+        run: the recipe, resolved.
+        run_dir: for checkpoints and metrics; made when missing.
+        allow_changes: go on although settings differ from the run that `run_dir` holds.
+        console: where messages and the progress bar go.
+        model: instead of the one the recipe describes.
+
+    Raises ValueError when `run_dir` holds a run with other settings.
+    """
+    console = console or Console(stderr=True)
+    num_processes = int(os.environ.get("WORLD_SIZE", "1"))
+    micro_batches = micro_batches_of(run, num_processes)
+    start = _prepare(run, run_dir, num_processes, allow_changes, console)
+    if start is not None and rundir.steps_of(start) >= run.training.steps:
+        console.print(f"{run_dir} is trained already ({start.name}).")
+        return start
+    trainer = build_trainer(run, run_dir, micro_batches // num_processes, build_model(run) if model is None else model)
+    bar = ProgressBar(f"{run.name} {run.model.get('mixer', '')}".strip(), console)
+    trainer.add_callback(bar)
+    with _one_bar():
+        try:
+            trainer.train(resume_from_checkpoint=None if start is None else str(start))
+        finally:
+            bar.close()
+    return run_dir / f"checkpoint-{run.training.steps}"
+
+
+def micro_batches_of(run: Run, num_processes: int) -> int:
+    """Micro-batches of one optimizer step, over all processes; ValueError when the processes cannot share them."""
+    settings = run.training
+    micro_batches = settings.batch_size // (settings.micro_batch_size or settings.batch_size)
+    if micro_batches % num_processes:
+        raise ValueError(
+            f"training.micro_batch_size: got {settings.micro_batch_size} ({micro_batches} micro-batches a step), "
+            f"expected a multiple of {num_processes} micro-batches, one or more for each process"
+        )
+    return micro_batches
+
+
+def build_trainer(run: Run, run_dir: Path, accumulation: int, model: Any) -> Trainer:
+    """The Trainer of a run, ready to train; `accumulation` micro-batches a step on each process."""
+    task, settings = run.task, run.training
+    micro_batch = settings.micro_batch_size or settings.batch_size
+    num_items = settings.steps * (settings.batch_size // micro_batch)
+    metrics = Metrics(run_dir / METRICS)
+    trainer = RunTrainer(
+        model=model,
+        args=training_arguments(run, run_dir, accumulation),
+        train_dataset=AdditionBatches(task.train_widths, micro_batch, num_items, settings.seed, task.layout),
+        data_collator=_only_item,
+        callbacks=[metrics, Validation(_validator(run), settings.validate_every, metrics), CompleteCheckpoints()],
+    )
+    assert trainer.model_accepts_loss_kwargs, "the model must normalise its loss by num_items_in_batch"
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def training_arguments(run: Run, run_dir: Path, accumulation: int) -> TrainingArguments:
+    """The settings of transformers.Trainer that follow from a run."""
+    optimizer, settings = run.optimizer, run.training
+    args = TrainingArguments(
+        output_dir=str(run_dir),
+        max_steps=settings.steps,
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=accumulation,
+        train_sampling_strategy="sequential",
+        optim="adamw_torch_fused",
+        learning_rate=optimizer.learning_rate,
+        adam_beta1=optimizer.betas[0],
+        adam_beta2=optimizer.betas[1],
+        adam_epsilon=optimizer.eps,
+        weight_decay=optimizer.weight_decay,
+        max_grad_norm=optimizer.clip,
+        lr_scheduler_type="cosine",
+        warmup_steps=optimizer.warmup_steps,
+        bf16=settings.precision == "bf16",
+        use_cpu=settings.device == "cpu",
+        seed=settings.seed,
+        logging_steps=settings.log_every,
+        logging_nan_inf_filter=False,
+        include_num_input_tokens_seen="all",
+        save_steps=settings.checkpoint_every,
+        save_total_limit=settings.keep_checkpoints,
+        dataloader_pin_memory=torch.cuda.is_available() and settings.device == "auto",
+        disable_tqdm=True,
+        report_to=[],
+    )
+    if args.n_gpu > 1:
+        args._n_gpu = 1  # one process, one device: the Trainer would wrap the model in DataParallel
+    return args
+
+
+def _prepare(run: Run, run_dir: Path, num_processes: int, allow_changes: bool, console: Console) -> Path | None:
+    """Check that the run may go on in `run_dir`, write its record, and find the checkpoint to start from."""
+    record = {"run": to_dict(run), "processes": num_processes}
+    for change in rundir.check_same_run(run_dir, record, allow_changes):
+        console.print(f"Going on with a changed setting: {change}", highlight=False)
+    start = rundir.newest_complete_checkpoint(run_dir, say=lambda text: console.print(text, highlight=False))
+    if start is not None:
+        console.print(f"Going on from {start}.", highlight=False)
+    if os.environ.get("RANK", "0") == "0":
+        run_dir.mkdir(parents=True, exist_ok=True)
+        rundir.set_aside_incomplete(run_dir)
+        rundir.write_json(run_dir / rundir.RUN_RECORD, record)
+    return start
+
+
+@contextmanager
+def _one_bar() -> Iterator[None]:
+    """Silence the bars that transformers draws while it writes a checkpoint; ours would be torn by them."""
+    was_enabled = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            logging.enable_progress_bar()
+
+
+def _only_item(items: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    (item,) = items
+    return item
+
+
+def _validator(run: Run) -> Any:
+    """From a model to exact match by width and their mean, on held-out problems of the training widths."""
+    low, high = run.task.train_widths
+    batches = [
+        held_out(width, run.task.validation_problems, run.task.test_seed, stream="validation")
+        for width in range(low, high + 1)
+    ]
+
+    def validate(model: Any) -> dict[str, float]:
+        scores = [score(model, batch, generate=False) for batch in batches]
+        by_width = {f"exact_{s.width}": s.exact for s in scores}
+        return {"exact": sum(s.exact for s in scores) / len(scores)} | by_width
+
+    return validate
