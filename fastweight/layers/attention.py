@@ -105,19 +105,20 @@ class FastWeightAttention(nn.Module):
         chunk_size: int | None = None,
     ):
         super().__init__()
+        num_key_heads = num_heads if num_key_heads is None else num_key_heads
+        _check_options(hidden_size, num_heads, num_key_heads, qk_norm, feature_map, conv_width, lambda_scale)
         self.rule = rule_of(rule)
-        self.num_heads, self.num_key_heads = num_heads, num_key_heads or num_heads
+        self.num_heads, self.num_key_heads = num_heads, num_key_heads
         self.key_dim, self.value_dim = key_dim or hidden_size // num_heads, value_dim or hidden_size // num_heads
         self.qk_norm, self.feature_map, self.value_norm, self.norm_eps = qk_norm, feature_map, value_norm, norm_eps
         self.form, self.backend, self.chunk_size = form, backend, chunk_size
-        self._check(hidden_size, conv_width, lambda_scale)
 
         energy = feature_energy(qk_norm, feature_map, self.key_dim)
         scaled = self.rule.ridge == "scaled"
         self.lambda_scale = lambda_scale if lambda_scale is not None else 1.0 if scaled else energy
         self.step_scale = 2.0 if self.rule.step == "normalized" else 2 / (energy + self._lambda(energy, 1.0))
 
-        key_width, value_width = self.num_key_heads * self.key_dim, num_heads * self.value_dim
+        key_width, value_width = num_key_heads * self.key_dim, num_heads * self.value_dim
         self.split_sizes = (key_width, key_width, value_width)
         self.qkv_proj = nn.Linear(hidden_size, sum(self.split_sizes), bias=False)
         self.conv = ShortConvolution(sum(self.split_sizes), conv_width) if conv_width else None
@@ -126,26 +127,6 @@ class FastWeightAttention(nn.Module):
         self.o_norm = RMSNorm(self.value_dim, norm_eps)
         self.g_proj = nn.Linear(hidden_size, value_width, bias=False) if output_gate else None
         self.o_proj = nn.Linear(value_width, hidden_size, bias=False)
-
-    def _check(self, hidden_size: int, conv_width: int, lambda_scale: float | None) -> None:
-        if hidden_size < 1 or self.num_heads < 1 or hidden_size < self.num_heads:
-            raise ValueError(
-                f"num_heads: got {self.num_heads} with hidden_size {hidden_size}, expected 1 to hidden_size heads"
-            )
-        if self.num_key_heads < 1 or self.num_heads % self.num_key_heads:
-            raise ValueError(
-                f"num_key_heads: got {self.num_key_heads}, expected a divisor of num_heads {self.num_heads}"
-            )
-        for name, value, known in (
-            ("qk_norm", self.qk_norm, QK_NORMS),
-            ("feature_map", self.feature_map, FEATURE_MAPS),
-        ):
-            if value not in known:
-                raise ValueError(f"{name}: got {value!r}, expected one of {', '.join(map(repr, known))}")
-        if conv_width < 0:
-            raise ValueError(f"conv_width: got {conv_width}, expected a number of taps, or 0 for no convolution")
-        if lambda_scale is not None and not 0 < lambda_scale < math.inf:
-            raise ValueError(f"lambda_scale: got {lambda_scale}, expected a finite number above 0, or None")
 
     def _lambda(self, energy: float, fraction: float) -> float:
         """lambda when the gate stands at that fraction and the features have that energy."""
@@ -235,6 +216,22 @@ class FastWeightAttention(nn.Module):
         if self.rule.gain == "column":
             step = rearrange(step, "b t (h v) -> b t h v", h=self.num_heads)
         return step, self.lambda_scale * torch.sigmoid(self.lam_gate(x))
+
+
+def _check_options(hidden_size, num_heads, num_key_heads, qk_norm, feature_map, conv_width, lambda_scale) -> None:
+    """The complaints of the layer's constructor; the rule, form, backend and chunk_size have checks of their own."""
+    if not 1 <= num_heads <= hidden_size:
+        raise ValueError(f"num_heads: got {num_heads}, expected 1 to hidden_size {hidden_size}")
+    if num_key_heads < 1 or num_heads % num_key_heads:
+        raise ValueError(f"num_key_heads: got {num_key_heads}, expected a divisor of num_heads {num_heads}")
+    if qk_norm not in QK_NORMS:
+        raise ValueError(f"qk_norm: got {qk_norm!r}, expected one of {', '.join(map(repr, QK_NORMS))}")
+    if feature_map not in FEATURE_MAPS:
+        raise ValueError(f"feature_map: got {feature_map!r}, expected one of {', '.join(map(repr, FEATURE_MAPS))}")
+    if conv_width < 0:
+        raise ValueError(f"conv_width: got {conv_width}, expected a number of taps, or 0 for no convolution")
+    if lambda_scale is not None and not 0 < lambda_scale < math.inf:
+        raise ValueError(f"lambda_scale: got {lambda_scale}, expected a finite number above 0, or None")
 
 
 def last_columns(mask: Bool[Tensor, "B S"] | None, hidden_states: Float[Tensor, "B T D"]) -> Bool[Tensor, "B T"] | None:
