@@ -20,8 +20,8 @@ from torch import Tensor
 import fastweight as fw
 from benchmarks.gate import Tensors
 
-Mode = Literal["forward", "forward + backward"]
-MODES: tuple[Mode, ...] = ("forward", "forward + backward")
+Mode = Literal["fwd", "fwd+bwd"]
+MODES: tuple[Mode, ...] = ("fwd", "fwd+bwd")
 
 
 @dataclass(frozen=True)
@@ -201,11 +201,11 @@ RACES = (
         ("falcon-1", "falcon-2", "falcon-3", "falcon-1a", "falcon-2a", "falcon-3a"),
         "cost",
         {
-            ("falcon-2", "forward + backward"): 5.0,
-            ("falcon-3", "forward + backward"): 3.5,
-            ("falcon-1a", "forward + backward"): 0.8,
-            ("falcon-2a", "forward + backward"): 3.0,
-            ("falcon-3a", "forward + backward"): 1.2,
+            ("falcon-2", "fwd+bwd"): 5.0,
+            ("falcon-3", "fwd+bwd"): 3.5,
+            ("falcon-1a", "fwd+bwd"): 0.8,
+            ("falcon-2a", "fwd+bwd"): 3.0,
+            ("falcon-3a", "fwd+bwd"): 1.2,
         },
     ),
 )

@@ -23,7 +23,7 @@ def _bars(axes: Axes, title: str, group: list[Row]) -> None:
         if row.target:
             bound = float(row.target.split()[1].rstrip("x"))
             axes.plot([bound, bound], [place - 0.42, place + 0.42], color="black", linewidth=2)
-    labels = [f"{row.contestant}, {'fwd' if row.mode == 'forward' else 'fwd + bwd'}" for row, _ in bars]
+    labels = [f"{row.contestant}, {row.mode}" for row, _ in bars]
     axes.set_yticks(range(len(bars)), labels, fontsize=8)
     axes.invert_yaxis()
     axes.margins(x=0.15)

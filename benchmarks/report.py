@@ -19,7 +19,7 @@ from rich.table import Table
 
 from benchmarks.gate import Verdict
 
-RACE_COLUMNS = ("what", "mode", "median ms", "min", "max", "ratio", "ratio of minima", "target", "verdict")
+RACE_COLUMNS = ("what", "mode", "median ms", "min", "max", "ratio", "of minima", "target", "verdict")
 SCALING_COLUMNS = ("rule", "T", "time us", "bytes kept", "peak bytes")
 GROWTH_COLUMNS = ("rule", "time", "bytes kept", "peak bytes", "verdict")
 WORDS = {"what", "mode", "target", "verdict", "rule"}
@@ -118,7 +118,7 @@ class Report:
         for title, header, lines in self.tables():
             table = Table(title=title, title_justify="left")
             for column in header:
-                table.add_column(column, justify="left" if column in WORDS else "right")
+                table.add_column(column, justify="left" if column in WORDS else "right", no_wrap=True)
             for cells in lines:
                 table.add_row(*cells, style=STYLES.get(cells[-1]))
             console.print(table)

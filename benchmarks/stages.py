@@ -5,7 +5,6 @@ the one before; the forward mode records nothing for a backward.
 """
 
 from collections.abc import Callable, Iterable
-from itertools import count
 
 import torch
 from rich.console import Console
@@ -47,7 +46,11 @@ def gate_all(console: Console, names: Iterable[str], known: dict[str, Contestant
     for name in names:
         ours = known["falcon-1"] if name == "transformers" else None
         for verdict in gate_contestant(name, known[name], shape, ours):
-            console.print(f"  gate {'[green]ok [/]' if verdict.green else '[red]RED[/]'} {verdict}", highlight=False)
+            console.print(
+                f"  gate {'[green]ok [/]' if verdict.green else '[red]RED[/]'} {verdict}",
+                highlight=False,
+                soft_wrap=True,
+            )
             verdicts.append(verdict)
     return verdicts
 
@@ -55,7 +58,7 @@ def gate_all(console: Console, names: Iterable[str], known: dict[str, Contestant
 def call_of(contestant: Contestant, shape: Shape, mode: Mode) -> Callable[[], object]:
     """What the clock sees: the op alone, or the op and the gradients of all its tensors."""
     prepared = contestant.prepare(cases.make_inputs(shape, contestant.rule))
-    recorded = mode == "forward + backward"
+    recorded = mode == "fwd+bwd"
     inputs = {name: value.detach().contiguous().requires_grad_(recorded) for name, value in prepared.items()}
     cotangent = torch.randn(inputs["v"].shape, generator=torch.Generator().manual_seed(1))
 
@@ -89,45 +92,44 @@ def row_of(race: Race, name: str, mode: Mode, times: dict[str, timing.Timing]) -
 
 
 def time_race(
-    console: Console, race: Race, names: list[str], green: list[str], known: dict[str, Contestant], repeats: int
+    console: Console, race: Race, names: list[str], green: list[str], known: dict[str, Contestant], plan: timing.Plan
 ) -> list[Row]:
     """Rows of every name in every mode; only those with a green gate are run."""
     rows = []
     for mode in race.modes:
         calls = {name: call_of(known[name], race.shape, mode) for name in green}
-        with console.status(f"timing {mode}: round 1 of {repeats}") as status:
-            rounds = count(2)
+        with console.status(f"timing {mode}: warming up") as status:
 
-            def tick(status=status, mode=mode, rounds=rounds) -> None:
-                status.update(f"timing {mode}: round {min(next(rounds), repeats)} of {repeats}")
+            def tick(done: int, status=status, mode=mode) -> None:
+                status.update(f"timing {mode}: {done} of {plan.repeats} rounds done")
 
-            times = timing.interleaved(calls, repeats, tick=tick)
+            times = timing.interleaved(calls, plan, tick=tick)
         summary = ", ".join(f"{name} {1e3 * time.median:.1f} ms" for name, time in times.items())
-        console.print(f"  {mode}: {summary}", highlight=False)
+        console.print(f"  {mode}: {summary}", highlight=False, soft_wrap=True)
         rows += [row_of(race, name, mode, times) for name in names]
     return rows
 
 
 def run_race(
-    console: Console, race: Race, known: dict[str, Contestant], names: list[str], repeats: int
+    console: Console, race: Race, known: dict[str, Contestant], names: list[str], plan: timing.Plan
 ) -> tuple[list[gate.Verdict], list[Row]]:
     """Gate everyone, then time those whose gate is green."""
-    console.print(f"[bold]{race.title}[/], (B, T, H, D) = {race.shape}", highlight=False)
+    console.print(f"[bold]{race.title}[/], (B, T, H, D) = {race.shape}", highlight=False, soft_wrap=True)
     verdicts, green = [], []
     for name in names:
         mine = gate_all(console, [name], known, race.shape)
         verdicts += mine
         if all(verdict.green for verdict in mine):
             green.append(name)
-    return verdicts, time_race(console, race, names, green, known, repeats)
+    return verdicts, time_race(console, race, names, green, known, plan)
 
 
-def scaling_row(contestant: Contestant, tokens: int, repeats: int) -> ScalingRow:
+def scaling_row(contestant: Contestant, tokens: int, plan: timing.Plan) -> ScalingRow:
     """Time, bytes kept and peak memory of forward + backward at one length, per token and head."""
     shape = Shape(cases.SCALING_SHAPE.B, tokens, cases.SCALING_SHAPE.H, cases.SCALING_SHAPE.D)
-    train = call_of(contestant, shape, "forward + backward")
+    train = call_of(contestant, shape, "fwd+bwd")
     inputs = {name: value.requires_grad_() for name, value in cases.make_inputs(shape, contestant.rule).items()}
-    seconds = timing.interleaved({"": train}, repeats)[""].best
+    seconds = timing.interleaved({"": train}, plan)[""].best
     saved = scaling.saved_bytes(lambda: contestant.run(inputs, False)[0])
     units = shape.B * tokens * shape.H
     return ScalingRow(contestant.rule, tokens, 1e6 * seconds / units, saved / units, scaling.peak_bytes(train) / units)
@@ -145,7 +147,7 @@ def growth_of(rule: str, rows: list[ScalingRow]) -> Growth:
 
 
 def run_scaling(
-    console: Console, rules: list[str], known: dict[str, Contestant], repeats: int
+    console: Console, rules: list[str], known: dict[str, Contestant], plan: timing.Plan
 ) -> tuple[list[ScalingRow], list[Growth]]:
     """Every rule at every length of SCALING_TOKENS."""
     rows, growths = [], []
@@ -154,7 +156,7 @@ def run_scaling(
         mine = []
         for tokens in cases.SCALING_TOKENS:
             with console.status(f"{rule}, T = {tokens}"):
-                mine.append(scaling_row(known[rule], tokens, repeats))
+                mine.append(scaling_row(known[rule], tokens, plan))
         rows += mine
         growths.append(growth_of(rule, mine))
         console.print(
