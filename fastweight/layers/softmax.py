@@ -88,8 +88,9 @@ class SoftmaxAttention(nn.Module):
 def default_positions(
     mask: Bool[Tensor, "B S"] | None, cu_seqlens: Int[Tensor, " N+1"] | None, num_tokens: int, seen: int, device
 ) -> Int[Tensor, "b T"]:
-    """Positions of the new tokens: masked tokens do not count, and every document starts at 0."""
-    if mask is not None and cu_seqlens is None:
+    """Positions of the new tokens: masked tokens do not count, and a document starts at 0 or later."""
+    if mask is not None:
+        # Documents need no start at 0 here: only distances count, and documents do not see each other.
         return (mask.long().cumsum(1) - 1).clamp(min=0)[:, seen:]
     if cu_seqlens is not None:
         return position_in_document(cu_seqlens.to(device), num_tokens)[None]
