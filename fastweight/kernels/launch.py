@@ -11,7 +11,7 @@ import triton
 from einops import reduce
 from torch import Tensor
 
-from fastweight.kernels import solve
+from fastweight.kernels import additive, solve
 from fastweight.kernels.geometry import Geometry, previous_unmasked
 
 
@@ -27,10 +27,11 @@ class Plan:
     direct: bool
     decayed: bool  # residual on the decayed state
     before: bool  # read before write
+    window: int = 1
 
     @property
     def gates(self) -> dict:
-        return dict(SHIFT=int(self.shift), RAW=self.raw, SCALED=self.scaled, DIRECT=self.direct, DECAYED=self.decayed)
+        return dict(SHIFT=int(self.shift), RAW=self.raw, SCALED=self.scaled, DIRECT=self.direct)
 
 
 def _widths(q: Tensor, v: Tensor) -> dict:
@@ -97,8 +98,8 @@ def forward_solve(plan, q, k, v, beta, lam, state0, key0, has_key, mask, cu_seql
         solve.prepare[(where.slots, H)](
             k, beta, lam, key0, flag, unmasked, previous, eta, decay, inverse,
             where.cu, where.chunk_seq, where.chunk_start, where.length, where.chunks, where.tokens,
-            float(plan.eps), float(plan.floor), BK=min(64, _tile(K)), DOT=dot, **names, **plan.gates,
-            num_warps=1, num_stages=1,
+            float(plan.eps), float(plan.floor), BK=min(64, _tile(K)), DOT=dot, DECAYED=plan.decayed,
+            **names, **plan.gates, num_warps=1, num_stages=1,
         )  # fmt: skip
     BV, warps, stages = _serial_tiles(K, V, v.dtype)
     grid = where.sequences * H * triton.cdiv(V, BV)
@@ -149,8 +150,89 @@ def backward_solve(plan, d_o, d_state1, q, k, v, beta, lam, key0, has_key, mask,
             d_q, d_k, None if beta is None else d_beta, None if lam is None else d_lam,
             None if key0 is None else d_key0,
             where.cu, where.chunk_seq, where.chunk_start, where.length, where.chunks, where.tokens,
-            float(plan.eps), float(plan.floor), BK=_tile(K), BV=BV, BEFORE=plan.before, DOT=dot, SUM=dot,
-            **names, **plan.gates, num_warps=warps, num_stages=stages,
+            float(plan.eps), float(plan.floor), BK=_tile(K), BV=BV, DECAYED=plan.decayed,
+            BEFORE=plan.before, DOT=dot, SUM=dot, **names, **plan.gates, num_warps=warps, num_stages=stages,
+        )  # fmt: skip
+    return (*_ungroup(d_q, d_k, KH), d_v, d_beta, d_lam, d_state0, _ungroup_key(d_key0, key0, KH))
+
+
+def forward_additive(plan, q, k, v, beta, lam, state0, key0, has_key, mask, cu_seqlens, save):
+    """o, final S, weights, log-decay and chunk states of the inner-product class."""
+    q, k, v, beta, lam, state0, key0, has_key = _dense(q, k, v, beta, lam, state0, key0, has_key)
+    B, T, H, V = v.shape
+    K = q.shape[3]
+    where = Geometry.of(B, T, cu_seqlens, 65 - plan.window)
+    wide = dict(dtype=torch.float32, device=v.device)
+    o = torch.empty_like(v)
+    state1 = torch.empty(where.sequences, H, K, V, **wide)
+    weight, decay = torch.empty(H, where.tokens, **wide), torch.empty(H, where.tokens, **wide)
+    states = v.new_empty(where.slots if save else 0, H, K, V)
+    flag = None if has_key is None else has_key.view(torch.uint8)
+    unmasked, previous = _pairing(plan, mask)
+    names = dict(_widths(q, v), BK=_tile(K), WINDOW=plan.window)
+    dot = _precision(v.dtype)
+    if where.slots and H:
+        additive.prepare[(where.slots, H)](
+            k, beta, lam, key0, flag, unmasked, previous, weight, decay,
+            where.cu, where.chunk_seq, where.chunk_start, where.length, where.chunks, where.tokens,
+            float(plan.eps), float(plan.floor), **names, **plan.gates, num_warps=4, num_stages=1,
+        )  # fmt: skip
+    BV, warps, stages = _serial_tiles(K, V, v.dtype)
+    grid = where.sequences * H * triton.cdiv(V, BV)
+    if grid:
+        additive.forward[(grid,)](
+            q, k, v, key0, previous, weight, decay, state0, o, states, state1,
+            where.cu, where.chunk_start, where.length, where.chunks, where.tokens, 1, 2**30,
+            V=V, BV=BV, SHIFT=int(plan.shift), BEFORE=plan.before, SAVE=save, DOT=dot, **names,
+            num_warps=warps, num_stages=stages,
+        )  # fmt: skip
+    return o, state1, weight, decay, states
+
+
+def backward_additive(plan, d_o, d_state1, q, k, v, beta, lam, key0, has_key, mask, cu_seqlens, saved, want_state):
+    """Gradients of q, k, v, beta, lam, the initial S and the initial key."""
+    weight, decay, states = saved
+    d_o, d_state1, q, k, v, beta, lam, key0, has_key = _dense(d_o, d_state1, q, k, v, beta, lam, key0, has_key)
+    B, T, H, V = v.shape
+    K, KH = q.shape[3], q.shape[2]
+    where = Geometry.of(B, T, cu_seqlens, 65 - plan.window)
+    wide = dict(dtype=torch.float32, device=v.device)
+    d_v = torch.empty_like(v)
+    d_states = v.new_empty(where.slots, H, K, V)
+    d_state0 = torch.empty(where.sequences if want_state else 0, H, K, V, **wide)
+    d_q = q.new_empty(B, T, H, K)
+    d_k = q.new_empty(B, T, H, K) if mask is None else q.new_zeros(B, T, H, K)
+    d_beta = torch.empty(0, **wide) if beta is None else torch.empty_like(beta)
+    d_lam = torch.empty(0, **wide) if lam is None else torch.empty_like(lam)
+    d_key0 = torch.zeros(0 if key0 is None else where.sequences, H, K, **wide)
+    shared = where.slots if plan.window > 1 else 0
+    halo_k, halo_v = torch.empty(shared, H, 16, K, **wide), torch.empty(shared, H, 16, V, **wide)
+    flag = None if has_key is None else has_key.view(torch.uint8)
+    unmasked, previous = _pairing(plan, mask)
+    names = dict(_widths(q, v), V=V, BK=_tile(K), WINDOW=plan.window)
+    dot = _precision(v.dtype)
+    BV, warps, stages = _serial_tiles(K, V, v.dtype)
+    grid = where.sequences * H * triton.cdiv(V, BV)
+    if grid:
+        additive.backward_state[(grid,)](
+            q, d_o, decay, d_state1, d_states, d_state0 if want_state else None,
+            where.cu, where.chunk_start, where.length, where.chunks, where.tokens, 1, 2**30,
+            BV=BV, BEFORE=plan.before, DOT=dot, **names, num_warps=warps, num_stages=stages,
+        )  # fmt: skip
+    if where.slots and H:
+        BV, warps, stages = _token_tiles(K, V, v.dtype)
+        additive.backward_token[(where.slots, H)](
+            q, k, v, d_o, beta, lam, key0, flag, unmasked, previous, weight, decay, states, d_states,
+            d_q, d_k, d_v, None if beta is None else d_beta, None if lam is None else d_lam,
+            None if key0 is None else d_key0, halo_k, halo_v,
+            where.cu, where.chunk_seq, where.chunk_start, where.length, where.chunks, where.tokens,
+            float(plan.eps), float(plan.floor), BV=BV, BEFORE=plan.before, DOT=dot, **names, **plan.gates,
+            num_warps=warps, num_stages=stages,
+        )  # fmt: skip
+    if shared and H:
+        additive.backward_halo[(where.slots, H)](
+            halo_k, halo_v, d_k, d_v, where.cu, where.chunk_seq, where.chunk_start, where.length, where.chunks,
+            H=H, K=K, V=V, BK=_tile(K), BV=_tile(V), WINDOW=plan.window, SHIFT=int(plan.shift), num_warps=4,
         )  # fmt: skip
     return (*_ungroup(d_q, d_k, KH), d_v, d_beta, d_lam, d_state0, _ungroup_key(d_key0, key0, KH))
 

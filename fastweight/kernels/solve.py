@@ -22,6 +22,7 @@ import triton.language as tl
 from fastweight.kernels.tiles import (
     chunk_span,
     decay_rows,
+    fade,
     has_pair,
     load_head,
     load_keys,
@@ -73,8 +74,9 @@ def _couple(gram, row_decay, col_decay, eta, DECAYED: tl.constexpr, DIAGONAL: tl
     if DIAGONAL:
         if not DECAYED:
             power = tl.where(later == 1, 0.0, power)
-        power = tl.where(later > 0, power, float("-inf"))
-    return tl.exp2(tl.minimum(power, 0.0)) * gram * gain
+        return fade(later > 0, power) * gram * gain
+    else:
+        return tl.exp2(tl.minimum(power, 0.0)) * gram * gain
 
 
 @triton.jit
@@ -263,7 +265,7 @@ def forward(
             tl.store(residual + at_v, r.to(x.dtype), mask=in_v)
         u = r * a[:, None]
         p = tl.dot(qt, tl.trans(x), input_precision=DOT)
-        p *= tl.exp2(tl.where(causal, g_read[:, None] - g[None, :], float("-inf")))
+        p *= fade(causal, g_read[:, None] - g[None, :])
         out = tl.dot(qt, low_S, input_precision=DOT) * tl.exp2(g_read)[:, None]
         out = tl.dot(p.to(x.dtype), u.to(x.dtype), acc=out, input_precision=DOT)
         tl.store(o + at_v, out.to(o.dtype.element_ty), mask=in_v)
@@ -331,7 +333,7 @@ def backward_state(
         low_dS = dS.to(x.dtype)
         tl.store(d_states + at_chunk * (K * V) + state_at, low_dS, mask=in_state)
         p = tl.dot(x, tl.trans(qt), input_precision=DOT)
-        p *= tl.exp2(tl.where(causal, g_read[None, :] - g[:, None], float("-inf")))
+        p *= fade(causal, g_read[None, :] - g[:, None])
         du = tl.dot(x, low_dS, input_precision=DOT) * tl.exp2(g_last - g)[:, None]
         du = tl.dot(p.to(x.dtype), do, acc=du, input_precision=DOT) * a[:, None]
         dy = tl.dot(tl.trans(inv), du.to(x.dtype), acc=du, input_precision=DOT)
@@ -403,10 +405,10 @@ def backward_token(
         d_eta += tl.sum(r.to(tl.float32) * dy.to(tl.float32), axis=1)
     d_eta = tl.where(a == 0, 0.0, d_eta / tl.where(a == 0, 1.0, a))
     # How each later row i sees the write of an earlier row j, both ways round.
-    dp *= tl.exp2(tl.where(reads, g_read[:, None] - g[None, :], float("-inf"))) * a[None, :]
-    dg *= -tl.exp2(tl.where(later > 0, g_res[:, None] - g[None, :], float("-inf"))) * a[None, :]
-    dp_t *= tl.exp2(tl.where(reads_t, g_read[None, :] - g[:, None], float("-inf"))) * a[:, None]
-    dg_t *= -tl.exp2(tl.where(later < 0, g_res[None, :] - g[:, None], float("-inf"))) * a[:, None]
+    dp *= fade(reads, g_read[:, None] - g[None, :]) * a[None, :]
+    dg *= -fade(later > 0, g_res[:, None] - g[None, :]) * a[None, :]
+    dp_t *= fade(reads_t, g_read[None, :] - g[:, None]) * a[:, None]
+    dg_t *= -fade(later < 0, g_res[None, :] - g[:, None]) * a[:, None]
     # A log-decay of row t is felt by every pair j < t <= i (or t < i where the row before is the last one felt).
     before = tl.where(later < 0, 1.0, 0.0)
     felt = tl.dot(dp * tl.dot(qt, tl.trans(x), input_precision=DOT), before, input_precision=SUM)

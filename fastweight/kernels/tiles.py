@@ -175,3 +175,9 @@ def decay_rows(log_decay, base, first, begin, end, BT: tl.constexpr, EXCLUSIVE: 
         return tl.load(log_decay + base + first + row - 1, mask=live & (row > 0), other=0.0)
     else:
         return tl.load(log_decay + base + first + row, mask=live, other=0.0)
+
+
+@triton.jit
+def fade(keep, power):
+    """2^power where `keep`, else 0; the mask is inside, and a row past the end (whose power may be positive) stays finite."""
+    return tl.exp2(tl.where(keep, tl.minimum(power, 0.0), float("-inf")))
