@@ -82,6 +82,8 @@ def _pairs(writes: Writes, C: int, H: int) -> tuple[tuple[Tensor, Tensor], Windo
     alive = repeat(alive, "b n c r -> (n b h) c r", h=H)
     J = C + R - 1
     if writes.slot is None:
+        if R - 1 <= C:
+            return (_overlapping(x, n, C, R), _overlapping(y, n, C, R)), Band(R, alive)
         start = C * torch.arange(n, device=x.device).expand(B, n)
         window: Window = Band(R, alive)
     else:
@@ -94,6 +96,15 @@ def _pairs(writes: Writes, C: int, H: int) -> tuple[tuple[Tensor, Tensor], Windo
         window = Selected(R, alive, repeat(select, "b n r j -> (n b h) r j", h=H))
     index = (start[..., None] + torch.arange(J, device=x.device)).clamp(max=x.shape[1] - 1)
     return (_windows(x, index), _windows(y, index)), window
+
+
+def _overlapping(z: Float[Tensor, "B P H D"], n: int, C: int, R: int) -> Float[Tensor, "n BH J D"]:
+    """Chunks of C pairs, each followed by the first R - 1 of the next: `_windows` in order, by copies of blocks."""
+    short = n * C + R - 1 - z.shape[1]
+    if short:
+        z = torch.cat((z, z.new_zeros(z.shape[0], short, *z.shape[2:])), dim=1)
+    own, last = _chunks(z[:, : n * C], C), rearrange(z[:, n * C :], "b j h d -> 1 (b h) j d")
+    return torch.cat((own, torch.cat((own[1:, :, : R - 1], last))), dim=2)
 
 
 def _windows(z: Float[Tensor, "B P H D"], index: Tensor) -> Float[Tensor, "n BH J D"]:

@@ -20,6 +20,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from fastweight.memory.slabs import flat, slabs
 from fastweight.memory.writes import Residual
 
 SUB = 8
@@ -236,60 +237,72 @@ class ColumnScan(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q, x, y, gain, log_decay, S, read_before: bool, regression: bool) -> tuple[Tensor, Tensor]:
-        n, N = q.shape[:2]
-        Q, X, Y, g, log = (z.flatten(0, 1) for z in (q, x, y, gain, log_decay))
-        f = _factors(log, read_before)
-        T = _solution(torch.bmm(X, X.mT), g, f.carry) if regression else None
-        R, states, last = _scan(X, Y, T, g, f, S, n)
-        O = _reads(torch.bmm(Q, X.mT), _decayed(g * R, f.carry), read_before)
-        O.addcmul_(torch.bmm(Q, states), f.read)
+        o, R = torch.empty_like(y), torch.empty_like(y) if regression else y
+        states = S.new_empty(*q.shape[:2], *S.shape[1:])
+        for part in slabs(q):
+            Q, X, Y, g, log, O, res, start = flat(part, q, x, y, gain, log_decay, o, R, states)
+            f = _factors(log, read_before)
+            T = _solution(torch.bmm(X, X.mT), g, f.carry) if regression else None
+            S = _scan(X, Y, T, g, f, S, res, start)
+            O.copy_(_reads(torch.bmm(Q, X.mT), _decayed(g * res, f.carry), read_before))
+            O.addcmul_(torch.bmm(Q, start), f.read)
         ctx.save_for_backward(q, x, R, gain, log_decay, states)
         ctx.flags = read_before, regression
-        return O.view(n, N, *O.shape[1:]), last
+        return o, S
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, x, R, gain, log_decay, S = ctx.saved_tensors
-        read_before, regression = ctx.flags
-        n = len(q)
-        Q, X, g, log = (z.flatten(0, 1) for z in (q, x, gain, log_decay))
-        dO = grads[0].reshape(R.shape)
-        f = _factors(log, read_before)
-        P = torch.bmm(Q, X.mT)
-        G = torch.bmm(X, X.mT) if regression else None
-        dread = dO * f.read
-        dNext, dS = _scan_back(X, P, G, g, f, dO, torch.bmm(Q.mT, dread), grads[1], n, read_before)
-
-        U = g * R
-        local = _local_backward(dO, torch.bmm(X, dNext), g if regression else None, U, P, G, f.carry, read_before)
-        dE = g * local.dU
-        dQ = torch.baddbmm(torch.bmm(local.dP, X), dread, S.mT)
-        dX = torch.baddbmm(torch.bmm(local.dP.mT, Q), U * f.rest, dNext.mT)
-        whole = (S * dNext).sum(1, keepdim=True) * f.total
-        dlog = local.dlog + _from_start(dread * torch.bmm(Q, S), read_before) + whole
-        if regression:
-            dF = -f.residual * dE
-            dX.baddbmm_(local.dG + local.dG.mT, X).baddbmm_(dF, S.mT)
-            dlog += _from_start(dF * torch.bmm(X, S), True)
-        shaped = (dQ.view_as(q), dX.view_as(x), dE.view_as(gain), (R * local.dU).view_as(gain), dlog.view_as(gain))
-        return *shaped, dS, None, None
+        q, x, R, gain, log_decay, states = ctx.saved_tensors
+        do, dS = grads[0].contiguous(), grads[1]
+        results = [torch.empty_like(z) for z in (q, x, R, gain, log_decay)]
+        for part in reversed(slabs(q)):
+            inputs = flat(part, q, x, R, gain, log_decay, states, do)
+            dS = _scan_backward(inputs, flat(part, *results), dS, *ctx.flags)
+        return *results, dS, None, None
 
 
-def _scan(X: Tensor, Y: Tensor, T: Tensor | None, g: Tensor, f: _Factors, S: Tensor, n: int) -> tuple[Tensor, ...]:
-    """The serial part: residuals of every chunk [M, C, V], every start state [M, K, V], and the last state."""
+def _scan_backward(
+    inputs: list[Tensor], results: list[Tensor], dS: Tensor, read_before: bool, regression: bool
+) -> Tensor:
+    """Some chunks in a row backwards: fills `results`, returns the gradient of their start state."""
+    Q, X, R, g, log, S, dO = inputs
+    dQ, dX, dY, dgain, dlog = results
+    f = _factors(log, read_before)
+    P = torch.bmm(Q, X.mT)
+    G = torch.bmm(X, X.mT) if regression else None
+    dread = dO * f.read
+    dNext, dS = _scan_back(X, P, G, g, f, dO, torch.bmm(Q.mT, dread), dS, read_before)
+
+    U = g * R
+    local = _local_backward(dO, torch.bmm(X, dNext), g if regression else None, U, P, G, f.carry, read_before)
+    torch.mul(g, local.dU, out=dY)
+    torch.mul(R, local.dU, out=dgain)
+    torch.bmm(local.dP, X, out=dQ).baddbmm_(dread, S.mT)
+    torch.bmm(local.dP.mT, Q, out=dX).baddbmm_(U * f.rest, dNext.mT)
+    whole = (S * dNext).sum(1, keepdim=True) * f.total
+    torch.add(local.dlog + _from_start(dread * torch.bmm(Q, S), read_before), whole, out=dlog)
+    if regression:
+        dF = (f.residual * dY).neg_()
+        dX.baddbmm_(local.dG + local.dG.mT, X).baddbmm_(dF, S.mT)
+        dlog += _from_start(dF * torch.bmm(X, S), True)
+    return dS
+
+
+def _scan(
+    X: Tensor, Y: Tensor, T: Tensor | None, g: Tensor, f: _Factors, S: Tensor, R: Tensor, states: Tensor
+) -> Tensor:
+    """The serial part: fills the residuals R (given as Y without T) and every start state, returns the last state."""
     N = len(S)
-    R = Y if T is None else torch.empty_like(Y)
-    states = S.new_empty(n * N, *S.shape[1:])
     write, XT = g * f.rest, X.mT
-    for i in range(n):
+    for i in range(len(X) // N):
         at = slice(i * N, (i + 1) * N)
         states[at] = S
         if T is not None:
             rhs = torch.addcmul(Y[at], f.residual[at], torch.bmm(X[at], S), value=-1)
             torch.sum(T[at] * rhs[:, None], dim=2, out=R[at])
         S = torch.baddbmm(f.total[at] * S, XT[at], R[at] * write[at])
-    return R, states, S
+    return S
 
 
 def _scan_back(
@@ -301,7 +314,6 @@ def _scan_back(
     dO: Tensor,
     dS_read: Tensor,
     dS: Tensor,
-    n: int,
     read_before: bool,
 ) -> tuple[Tensor, Tensor]:
     """The serial part backwards: the gradient of every chunk's end state, and of the first start state."""
@@ -311,7 +323,7 @@ def _scan_back(
         T = _solution(G, g, f.carry)
         dR_read, write = g * _read_adjoint(P, dO, f.carry, read_before), g * f.rest
         minus = -f.residual
-    for i in reversed(range(n)):
+    for i in reversed(range(len(X) // N)):
         at = slice(i * N, (i + 1) * N)
         ends[at] = dS
         if G is None:

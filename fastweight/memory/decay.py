@@ -1,8 +1,9 @@
 """Decay inside a chunk: factors that never exceed 1, and gradients that never cancel.
 
 With u_t the sum of log_decay up to t inside the chunk, everything decays by exp(a_t - u_s) with s before t, where a is u
-itself ("up to and with t") or u_{t-1} ("up to the token before"). Sums and differences are taken in float64: at strong
-decay u reaches hundreds and float32 differences would lose digits. The exponent is masked before exp is taken.
+itself ("up to and with t") or u_{t-1} ("up to the token before"; the same factors one row later). The exponent is masked
+before exp is taken. At strong decay u reaches hundreds, where a float32 difference would lose digits: sums are taken in
+float64, and the differences too unless all of them are small.
 
 The gradient of log_decay_r is the sum of everything that decays across r: a rectangle of rows t >= r and columns s < r.
 It is summed as such. The usual shortcut (row sums minus column sums, then a reverse cumulative sum) subtracts large
@@ -14,6 +15,8 @@ from typing import NamedTuple
 import torch
 from jaxtyping import Float
 from torch import Tensor
+
+_WEAK = 16.0  # up to this |u| a float32 difference is good to 1e-6 relative
 
 
 class Decay(NamedTuple):
@@ -34,24 +37,27 @@ class Decay(NamedTuple):
 def decays(log_decay: Float[Tensor, "M C"], read_before: bool, residual_before: bool | None) -> Decay:
     """All factors of a chunk; residual_before None leaves out what only regression rules need."""
     u = log_decay.double().cumsum(dim=-1)
-    before = torch.cat((torch.zeros_like(u[:, :1]), u[:, :-1]), dim=-1)
-    read = before if read_before else u
-    residual = None if residual_before is None else before if residual_before else u
     dtype = log_decay.dtype
-    return Decay(
-        read=read.exp().to(dtype),
-        rest=(u[:, -1:] - u).exp().to(dtype),
-        total=u[:, -1].exp().to(dtype),
-        reads=_between(read, u, -1 if read_before else 0, dtype),
-        residual=None if residual is None else residual.exp().to(dtype),
-        couples=None if residual is None else _between(residual, u, -1, dtype),
-    )
+    until = u.exp().to(dtype)
+    before = torch.cat((torch.ones_like(until[:, :1]), until[:, :-1]), dim=-1)
+    after_square = _between(u, dtype)
+    before_square = _down(after_square) if read_before or residual_before else None
+    reads = before_square if read_before else after_square
+    assert reads is not None
+    residual = couples = None
+    if residual_before is not None:
+        residual = before if residual_before else until
+        couples = before_square if residual_before else after_square.tril(-1)
+    rest = (u[:, -1:] - u).exp().to(dtype)
+    return Decay(before if read_before else until, rest, until[:, -1], reads, residual, couples)
 
 
-def _between(until: Tensor, u: Tensor, diagonal: int, dtype: torch.dtype) -> Tensor:
-    """exp(until_t - u_s) on and below `diagonal`, 0 above."""
-    exponent = (until[:, :, None] - u[:, None, :]).to(dtype)
-    hidden = torch.ones(u.shape[-1], u.shape[-1], dtype=torch.bool, device=u.device).triu(diagonal + 1)
+def _between(u: Float[Tensor, "M C"], dtype: torch.dtype) -> Float[Tensor, "M C C"]:
+    """exp(u_t - u_s) for s <= t, else 0."""
+    if u.device.type == "cpu" and bool((u[:, -1] > -_WEAK).all()):
+        u = u.to(dtype)
+    exponent = (u[:, :, None] - u[:, None, :]).to(dtype)
+    hidden = torch.ones(u.shape[-1], u.shape[-1], dtype=torch.bool, device=u.device).triu(1)
     return exponent.masked_fill_(hidden, float("-inf")).exp_()
 
 
@@ -72,10 +78,9 @@ class Crossing:
 
     def gradient(self, to_end: Float[Tensor, "M C"], whole: Float[Tensor, " M"]) -> Float[Tensor, "M C"]:
         """to_end[s] decays from after s to the chunk's end, `whole` over all of it."""
-        C = to_end.shape[-1]
-        written = self.square.cumsum(dim=-1)[:, :, :-1].tril(-1)  # [M, t, r-1]: columns s < r, rows t >= r
         grad = self.since_start.flip(-1).cumsum(-1).flip(-1) + whole[:, None]
-        if C > 1:
+        if to_end.shape[-1] > 1:
+            written = self.square.cumsum(dim=-1)[:, 1:, :-1].tril()  # [M, t, r]: columns s < r, rows t >= r, r >= 1
             grad[:, 1:] += written.sum(dim=1) + to_end[:, :-1].cumsum(-1)
         return grad
 
@@ -83,3 +88,8 @@ class Crossing:
 def _up(rows: Tensor) -> Tensor:
     """Row t moved to t - 1: what decays up to t - 1 is what decays up to and with the token before."""
     return torch.cat((rows[:, 1:], torch.zeros_like(rows[:, :1])), dim=1)
+
+
+def _down(rows: Tensor) -> Tensor:
+    """Row t - 1 moved to t."""
+    return torch.cat((torch.zeros_like(rows[:, :1]), rows[:, :-1]), dim=1)

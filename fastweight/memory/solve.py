@@ -10,7 +10,7 @@ Rows are (token, live pair of its window); with window 1 rows, pairs and tokens 
 couples, reads, rest decay from after a write; residual and read from the chunk's start (memory/decay.py). Nothing is
 divided by a carry or by a gain, so both may be 0. Only the scan over S is serial: three products a chunk, each way.
 The backward is written out (T^T appears once; the adjoint of T itself is never formed) and sums the gradient of
-log_decay without cancellation. Saved: inputs, T, R and the chunk states.
+log_decay without cancellation. Saved: inputs, T, R and the chunk states; what is C x C otherwise lives for one slab.
 """
 
 from typing import Any, NamedTuple
@@ -21,16 +21,18 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fastweight.memory.decay import Crossing, Decay, decays
+from fastweight.memory.slabs import flat, slabs
 from fastweight.memory.triangular import unit_lower_inverse
 from fastweight.memory.window import Window
 
 
 class _Rows(NamedTuple):
-    """Per-row factors of M chunks: [M, CR, 1]. couples is [M, CR, CR]."""
+    """Per-row factors of M chunks [M, CR, 1], and the decay between rows [M, CR, CR]."""
 
     gain: Tensor
     residual: Tensor
     rest: Tensor
+    write: Tensor
     couples: Tensor
 
 
@@ -39,7 +41,8 @@ def _rows(decay: Decay, gain: Tensor, window: Window) -> _Rows:
     couples = decay.couples
     if window.size > 1:
         couples = couples.repeat_interleave(window.size, 1).repeat_interleave(window.size, 2)
-    factors = window.row_gain(gain), window.row_tokens(decay.residual), window.row_tokens(decay.rest)
+    row_gain, rest = window.row_gain(gain), window.row_tokens(decay.rest)
+    factors = row_gain, window.row_tokens(decay.residual), rest, row_gain * rest
     return _Rows(*(factor[..., None] for factor in factors), couples)
 
 
@@ -59,68 +62,102 @@ class Solve(torch.autograd.Function):
         read_before: bool,
         residual_before: bool,
     ) -> tuple[Tensor, Tensor]:
-        n, N = q.shape[:2]
-        Q, X, Y, g = (z.flatten(0, 1) for z in (q, x, y, gain))
-        decay = decays(log_decay.flatten(0, 1), read_before, residual_before)
-        rows = _rows(decay, g, window)
-        system = window.square(torch.bmm(X, X.mT)) * rows.couples * rows.gain.mT
-        T = unit_lower_inverse(system)
-        residues, states, last = _scan(X, Y, T, rows, decay.total, S, window, n)
-        U = residues * rows.gain
-        reads = window.columns(torch.bmm(Q, X.mT)) * _spread_tokens(decay.reads, window)
-        O = torch.bmm(reads, U).baddbmm_(Q * decay.read[..., None], states)
-        ctx.save_for_backward(q, x, y, gain, log_decay, T, residues, states)
+        o = y.new_empty(*q.shape[:3], y.shape[-1])
+        kept: list[Tensor] = []
+        for part in slabs(q):
+            inputs = flat(part, q, x, y, gain, log_decay, o)
+            *saved, S = _forward(*inputs, S, window.part(part, len(S)), read_before, residual_before)
+            kept += saved
+        ctx.save_for_backward(q, x, gain, log_decay, *kept)
         ctx.window, ctx.before = window, (read_before, residual_before)
-        return O.view(n, N, -1, y.shape[-1]), last
+        return o, S
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, x, y, gain, log_decay, T, R, S = ctx.saved_tensors
-        window: Window = ctx.window
-        read_before, residual_before = ctx.before
-        n, N = q.shape[:2]
-        Q, X, g = (z.flatten(0, 1) for z in (q, x, gain))
-        dO = grads[0].reshape(n * N, *grads[0].shape[2:])
-        decay = decays(log_decay.flatten(0, 1), read_before, residual_before)
-        rows = _rows(decay, g, window)
-        reads = _spread_tokens(decay.reads, window)
-        P = window.columns(torch.bmm(Q, X.mT))
+        q, x, gain, log_decay, *kept = ctx.saved_tensors
+        do, dS = grads[0].contiguous(), grads[1]
+        dq, dx, dgain, dlog = (torch.empty_like(z) for z in (q, x, gain, log_decay))
+        dy = x.new_empty(*x.shape[:3], do.shape[-1])
+        for i, part in reversed(list(enumerate(slabs(q)))):
+            inputs = flat(part, q, x, gain, log_decay, do)
+            results = flat(part, dq, dx, dy, dgain, dlog)
+            window = ctx.window.part(part, len(dS))
+            dS = _backward(inputs, kept[3 * i : 3 * i + 3], results, dS, window, *ctx.before)
+        return dq, dx, dy, dgain, dlog, dS, None, None, None
 
-        # U through the outputs of its own chunk, then through the chunks after it.
-        Qr = Q * decay.read[..., None]
-        dU_read = torch.bmm((P * reads).mT, dO)
-        dS_read = torch.bmm(Qr.mT, dO)
-        dE, dNext, dS = _scan_back(X, T, rows, decay.total, dU_read, dS_read, grads[1], window, n)
 
-        U = R * rows.gain
-        dF = window.fold(dE * rows.residual).neg_()  # gradient of X S [M, J, V]
-        dPU = torch.bmm(dO, U.mT).mul_(reads)
-        coupled = torch.bmm(dE, R.mT).mul_(rows.couples)
-        gram = window.square(torch.bmm(X, X.mT))
-        dG = window.fold_square(coupled * rows.gain.mT)
-        dP = window.fold_columns(dPU)
-        dOS = torch.bmm(dO, S.mT)
-        written = window.fold(U * rows.rest)
-        dXS, dXU = torch.bmm(dF, S.mT), torch.bmm(written, dNext.mT)
-        dQ = torch.bmm(dP, X).addcmul_(dOS, decay.read[..., None])
-        dX = torch.bmm(dP.mT, Q).sub_(torch.bmm(dG + dG.mT, X)).add_(dXS).add_(dXU)
-        dY = window.fold(dE)
+def _forward(
+    Q: Tensor,
+    X: Tensor,
+    Y: Tensor,
+    g: Tensor,
+    log_decay: Tensor,
+    O: Tensor,
+    S: Tensor,
+    window: Window,
+    read_before: bool,
+    residual_before: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Some chunks in a row: writes O, returns T, R, the start states and the last one."""
+    decay = decays(log_decay, read_before, residual_before)
+    rows = _rows(decay, g, window)
+    gram = window.square(torch.bmm(X, X.mT))
+    T = unit_lower_inverse(gram.mul_(rows.couples).mul_(rows.gain.mT))
+    R, states, last = _scan(X, Y, T, rows, decay.total, S, window)
+    reads = window.columns(torch.bmm(Q, X.mT)).mul_(_spread_tokens(decay.reads, window))
+    torch.bmm(reads, R * rows.gain, out=O)
+    O.baddbmm_(Q * decay.read[..., None], states)
+    return T, R, states, last
 
-        coupled.mul_(gram)
-        to_end = (R * window.rows(torch.bmm(X, dNext))).sum(-1, keepdim=True) * rows.rest  # of gain, per row
-        drow = (R * dU_read).sum(-1, keepdim=True) + to_end - coupled.sum(1)[..., None]
-        crossing = Crossing(_fold_tokens(dPU.mul_(P), 1, window.size), read_before)
-        between = _fold_tokens(coupled.mul_(rows.gain.mT), window.size, window.size)
-        crossing.add_between(between.neg_(), residual_before)
-        crossing.add_from_start((Q * dOS).sum(-1).mul_(decay.read), read_before)
-        from_start = _from_start(X, dF, dXS, dE, S, rows, window)
-        crossing.add_from_start(from_start, residual_before)
-        whole = (S * dNext).sum((-2, -1)).mul_(decay.total)
-        dlog = crossing.gradient((to_end * rows.gain).view(*g.shape, -1).sum(-1), whole)
-        dgain = window.fold_gain(drow.squeeze(-1))
-        shaped = (dQ.view_as(q), dX.view_as(x), dY.view_as(y), dgain.view_as(gain), dlog.view_as(gain))
-        return *shaped, dS, None, None, None
+
+def _backward(
+    inputs: list[Tensor],
+    kept: list[Tensor],
+    results: list[Tensor],
+    dS: Tensor,
+    window: Window,
+    read_before: bool,
+    residual_before: bool,
+) -> Tensor:
+    """The same chunks backwards: fills `results`, returns the gradient of their start state."""
+    Q, X, g, log_decay, dO = inputs
+    T, R, S = kept
+    dQ, dX, dY, dgain, dlog = results
+    decay = decays(log_decay, read_before, residual_before)
+    rows = _rows(decay, g, window)
+    reads = _spread_tokens(decay.reads, window)
+    P = window.columns(torch.bmm(Q, X.mT))
+
+    # U through the outputs of its own chunk, then through the chunks after it.
+    dU_read = torch.bmm((P * reads).mT, dO)
+    dS_read = torch.bmm((Q * decay.read[..., None]).mT, dO)
+    dE, dNext, dS = _scan_back(X, T, rows, decay.total, dU_read, dS_read, dS, window)
+
+    U = R * rows.gain
+    dPU = torch.bmm(dO, U.mT).mul_(reads)
+    coupled = torch.bmm(dE, R.mT).mul_(rows.couples)  # minus the gradient of (X X^T) Diag(gain), decayed
+    dG = window.fold_square(coupled * rows.gain.mT)
+    dP = window.fold_columns(dPU)
+    dOS = torch.bmm(dO, S.mT)
+    dXS = torch.bmm(window.fold(dE * rows.residual), S.mT).neg_()
+    dXU = torch.bmm(window.fold(R * rows.write), dNext.mT)
+    torch.bmm(dP, X, out=dQ).addcmul_(dOS, decay.read[..., None])
+    torch.bmm(dP.mT, Q, out=dX).sub_(torch.bmm(dG + dG.mT, X)).add_(dXS).add_(dXU)
+    dY.copy_(window.fold(dE))
+
+    coupled.mul_(window.square(torch.bmm(X, X.mT)))
+    to_end = (R * window.rows(torch.bmm(X, dNext))).sum(-1, keepdim=True).mul_(rows.rest)  # per unit of gain
+    drow = (R * dU_read).sum(-1, keepdim=True).add_(to_end).sub_(coupled.sum(1)[..., None])
+    dgain.copy_(window.fold_gain(drow.squeeze(-1)))
+    crossing = Crossing(_fold_tokens(dPU.mul_(P), 1, window.size), read_before)
+    between = _fold_tokens(coupled.mul_(rows.gain.mT), window.size, window.size)
+    crossing.add_between(between.neg_(), residual_before)
+    crossing.add_from_start((Q * dOS).sum(-1).mul_(decay.read), read_before)
+    crossing.add_from_start(_from_start(X, dXS, dE, S, rows, window), residual_before)
+    whole = torch.linalg.vecdot(S.flatten(1), dNext.flatten(1)).mul_(decay.total)
+    dlog.copy_(crossing.gradient((to_end * rows.gain).view(*g.shape, -1).sum(-1), whole))
+    return dS
 
 
 def _spread_tokens(reads: Float[Tensor, "M C C"], window: Window) -> Float[Tensor, "M C CR"]:
@@ -134,49 +171,39 @@ def _fold_tokens(z: Tensor, rows: int, columns: int) -> Float[Tensor, "M C C"]:
     return z.view(len(z), z.shape[1] // rows, rows, z.shape[2] // columns, columns).sum((2, 4))
 
 
-def _from_start(X: Tensor, dF: Tensor, dXS: Tensor, dE: Tensor, S: Tensor, rows: _Rows, window: Window) -> Tensor:
+def _from_start(X: Tensor, dXS: Tensor, dE: Tensor, S: Tensor, rows: _Rows, window: Window) -> Tensor:
     """Gradient of log residual_t: minus residual .* (X S) . dE, summed over the rows of each token."""
     if window.size == 1:
         return (X * dXS).sum(-1)
-    products = window.rows(torch.bmm(X, S)).mul_(dE).sum(-1, keepdim=True) * rows.residual
+    products = window.rows(torch.bmm(X, S)).mul_(dE).sum(-1, keepdim=True).mul_(rows.residual)
     return products.view(len(X), -1, window.size).sum(-1).neg_()
 
 
 def _scan(
-    X: Tensor, Y: Tensor, T: Tensor, rows: _Rows, total: Tensor, S: Tensor, window: Window, n: int
+    X: Tensor, Y: Tensor, T: Tensor, rows: _Rows, total: Tensor, S: Tensor, window: Window
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The serial part: residues R of every chunk [M, CR, V], every start state [M, K, V], and the last state."""
     N = len(S)
     Yr = window.rows(Y)
-    R, states = torch.empty_like(Yr), S.new_empty(n * N, *S.shape[1:])
+    R, states = torch.empty_like(Yr), S.new_empty(len(X), *S.shape[1:])
     total = total.view(-1, 1, 1)
-    write = rows.gain * rows.rest
     single = window.size == 1
-    Xe, Xw = (X * rows.residual, (X * write).mT) if single else (X, X.mT)
-    for i in range(n):
+    Xe, Xw = (X * rows.residual, (X * rows.write).mT) if single else (X, X.mT)
+    for i in range(len(X) // N):
         at = slice(i * N, (i + 1) * N)
         states[at] = S
         if single:
-            residue = torch.bmm(T[at], torch.baddbmm(Yr[at], Xe[at], S, alpha=-1), out=R[at])
-            added = residue
+            added = torch.bmm(T[at], torch.baddbmm(Yr[at], Xe[at], S, alpha=-1), out=R[at])
         else:
             seen = window.rows(torch.bmm(X[at], S), i)
-            residue = torch.bmm(T[at], torch.addcmul(Yr[at], seen, rows.residual[at], value=-1), out=R[at])
-            added = window.fold(residue * write[at], i)
+            torch.bmm(T[at], torch.addcmul(Yr[at], seen, rows.residual[at], value=-1), out=R[at])
+            added = window.fold(R[at] * rows.write[at], i)
         S = torch.baddbmm(S * total[at], Xw[at], added)
     return R, states, S
 
 
 def _scan_back(
-    X: Tensor,
-    T: Tensor,
-    rows: _Rows,
-    total: Tensor,
-    dU_read: Tensor,
-    dS_read: Tensor,
-    dS: Tensor,
-    window: Window,
-    n: int,
+    X: Tensor, T: Tensor, rows: _Rows, total: Tensor, dU_read: Tensor, dS_read: Tensor, dS: Tensor, window: Window
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The serial part backwards: dE (of Y - residual X S) [M, CR, V], of every end state, of the first start state."""
     N = len(dS)
@@ -184,17 +211,15 @@ def _scan_back(
     total = total.view(-1, 1, 1)
     TT = T.mT
     gained = dU_read * rows.gain
-    write = rows.gain * rows.rest
     single = window.size == 1
-    Xw, Xe = (X * write, (X * rows.residual).mT) if single else (X, X.mT)
-    for i in reversed(range(n)):
+    Xw, Xe = (X * rows.write, (X * rows.residual).mT) if single else (X, X.mT)
+    for i in reversed(range(len(X) // N)):
         at = slice(i * N, (i + 1) * N)
         ends[at] = dS
         if single:
-            dR = torch.baddbmm(gained[at], Xw[at], dS)
-            back = torch.bmm(TT[at], dR, out=dE[at])
+            back = torch.bmm(TT[at], torch.baddbmm(gained[at], Xw[at], dS), out=dE[at])
         else:
-            dR = torch.addcmul(gained[at], window.rows(torch.bmm(X[at], dS), i), write[at])
+            dR = torch.addcmul(gained[at], window.rows(torch.bmm(X[at], dS), i), rows.write[at])
             back = window.fold(torch.bmm(TT[at], dR, out=dE[at]) * rows.residual[at], i)
         dS = torch.baddbmm(torch.addcmul(dS_read[at], total[at], dS), Xe[at], back, alpha=-1)
     return dE, ends, dS

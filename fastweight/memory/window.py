@@ -11,7 +11,8 @@ Row a counts from the oldest (a = 0) to the newest (a = R - 1). `alive` [M, C, R
 M counts chunks and sequences together; m is M, or the sequences of one chunk alone (then `chunk` says which).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import Self
 
 import torch
 from jaxtyping import Float
@@ -33,6 +34,9 @@ class Single:
         return gain
 
     fold_gain = row_tokens = row_gain
+
+    def part(self, chunks: slice, N: int) -> "Single":
+        return self
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,11 @@ class _Rows:
     def row_tokens(self, value: Float[Tensor, "M C"]) -> Float[Tensor, "M CR"]:
         """A value per token, repeated over its rows."""
         return value.repeat_interleave(self.size, dim=-1)
+
+    def part(self, chunks: slice, N: int) -> Self:
+        """The windows of some chunks, N sequences each."""
+        tensors = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "size"}
+        return replace(self, **{name: z[chunks.start * N : chunks.stop * N] for name, z in tensors.items()})
 
 
 @dataclass(frozen=True)
