@@ -37,7 +37,10 @@ def _lines(axes: Axes, scaling: list[ScalingRow]) -> None:
     for rule in dict.fromkeys(row.rule for row in scaling):
         points = [row for row in scaling if row.rule == rule]
         axes.plot([row.tokens for row in points], [row.time_us for row in points], marker="o", label=rule)
+    tokens = sorted({row.tokens for row in scaling})
     axes.set_xscale("log", base=2)
+    axes.set_xticks(tokens, [f"{length:,}" for length in tokens])
+    axes.minorticks_off()
     axes.set_ylim(bottom=0)
     axes.set_xlabel("T")
     axes.set_ylabel("us per token and head, fwd + bwd")
