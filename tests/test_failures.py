@@ -16,7 +16,7 @@ from longhand import gated_delta_longhand, linear_attention_longhand
 
 import fastweight as fw
 
-FORMS = [("recurrent", None), ("masked", None), ("chunk", 16), ("chunk", 64)]
+FORMS = [("recurrent", None), ("masked", None), ("chunk", 16), ("chunk", 64), ("chunk", None)]
 RULES = sorted(fw.RULES)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 R = fw.RULES

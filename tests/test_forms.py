@@ -156,8 +156,22 @@ def test_loss_without_a_final_state(name):
 @pytest.mark.parametrize("T", [1, 2, 3, 40])
 @pytest.mark.parametrize("name", RULES)
 def test_lengths(name, T):
-    for form, chunk_size in [("recurrent", None), ("masked", None), ("chunk", 2), ("chunk", 8), ("chunk", 39)]:
+    for form, chunk_size in [
+        ("recurrent", None),
+        ("masked", None),
+        ("chunk", 2),
+        ("chunk", 8),
+        ("chunk", 39),
+        ("auto", None),
+    ]:
         compare(fw.RULES[name], form, chunk_size, B=1, H=1, T=T)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 2, 8, None])
+@pytest.mark.parametrize("name", RULES)
+def test_many_chunks_of_many_heads(name, chunk_size):
+    """12 heads of 40 tokens: up to 480 chunks, more than any engine takes at once."""
+    compare(fw.RULES[name], "chunk", chunk_size, B=3, H=4, Hk=2, T=40, K=3, V=2)
 
 
 @pytest.mark.parametrize(("form", "chunk_size"), [*FEW_FORMS, ("chunk", 16)])
