@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from fastweight.memory.decay import Crossing, decays
 from fastweight.memory.slabs import flat, slabs
-from fastweight.memory.window import Window
+from fastweight.memory.window import Band
 
 
 class Additive(torch.autograd.Function):
@@ -33,14 +33,14 @@ class Additive(torch.autograd.Function):
         gain: Float[Tensor, "n N C"],
         log_decay: Float[Tensor, "n N C"],
         S: Float[Tensor, "N K V"],
-        window: Window,
+        window: Band | None,
         read_before: bool,
     ) -> tuple[Tensor, Tensor]:
         o = y.new_empty(*q.shape[:3], y.shape[-1])
         states = S.new_empty(*q.shape[:2], *S.shape[1:])
         for part in slabs(q):
             inputs = flat(part, q, x, y, gain, log_decay, o, states)
-            S = _forward(*inputs, S, window.part(part, len(S)), read_before)
+            S = _forward(*inputs, S, window and window.part(part, len(S)), read_before)
         ctx.save_for_backward(q, x, y, gain, log_decay, states)
         ctx.window, ctx.read_before = window, read_before
         return o, S
@@ -53,7 +53,7 @@ class Additive(torch.autograd.Function):
         results = [torch.empty_like(z) for z in (q, x, y, gain, log_decay)]
         for part in reversed(slabs(q)):
             inputs = flat(part, q, x, y, gain, log_decay, states, do)
-            window = ctx.window.part(part, len(dS))
+            window = ctx.window and ctx.window.part(part, len(dS))
             dS = _backward(inputs, flat(part, *results), dS, window, ctx.read_before)
         return *results, dS, None, None
 
@@ -67,32 +67,34 @@ def _forward(
     O: Tensor,
     states: Tensor,
     S: Tensor,
-    window: Window,
+    window: Band | None,
     read_before: bool,
 ) -> Tensor:
     """Some chunks in a row: writes O and the start states, returns the last state."""
     decay = decays(log_decay, read_before, None)
-    c = window.spread((decay.rest * g)[:, None]).mT  # [M, J, 1]
+    c = _spread((decay.rest * g)[:, None], window).mT  # [M, J, 1]
     added = torch.bmm((X * c).mT, Y)
     N, total = len(S), decay.total.view(-1, 1, 1)
     for i in range(len(X) // N):
         at = slice(i * N, (i + 1) * N)
         states[at] = S
         S = torch.addcmul(added[at], total[at], S)
-    W = window.spread(decay.reads * g[:, None])
+    W = _spread(decay.reads * g[:, None], window)
     torch.bmm(torch.bmm(Q, X.mT).mul_(W), Y, out=O)
     O.baddbmm_(Q * decay.read[..., None], states)
     return S
 
 
-def _backward(inputs: list[Tensor], results: list[Tensor], dS: Tensor, window: Window, read_before: bool) -> Tensor:
+def _backward(
+    inputs: list[Tensor], results: list[Tensor], dS: Tensor, window: Band | None, read_before: bool
+) -> Tensor:
     """The same chunks backwards: fills `results`, returns the gradient of their start state."""
     Q, X, Y, g, log_decay, S, dO = inputs
     dQ, dX, dY, dgain, dlog = results
     decay = decays(log_decay, read_before, None)
     weight = decay.reads * g[:, None]
-    W = window.spread(weight)
-    c = window.spread((decay.rest * g)[:, None]).mT
+    W = _spread(weight, window)
+    c = _spread((decay.rest * g)[:, None], window).mT
     P = torch.bmm(Q, X.mT)
 
     dNext = torch.bmm((Q * decay.read[..., None]).mT, dO)  # turned into the gradient of each chunk's end state
@@ -109,9 +111,9 @@ def _backward(inputs: list[Tensor], results: list[Tensor], dS: Tensor, window: W
     dP = dPW * W
     torch.bmm(dP, X, out=dQ).addcmul_(dOS, decay.read[..., None])
     torch.bmm(dP.mT, Q, out=dX).addcmul_(dXc, c)
-    dweight = window.gather(dPW.mul_(P))
+    dweight = _gather(dPW.mul_(P), window)
     torch.bmm(P.mul_(W).mT, dO, out=dY).baddbmm_(X * c, dNext)
-    drest = window.gather((X * dXc).sum(-1)[:, None])[:, 0]  # gradient of rest_s gain_s
+    drest = _gather((X * dXc).sum(-1)[:, None], window)[:, 0]  # gradient of rest_s gain_s
     torch.addcmul((dweight * decay.reads).sum(1), drest, decay.rest, out=dgain)
 
     crossing = Crossing(dweight.mul_(weight), read_before)
@@ -119,3 +121,12 @@ def _backward(inputs: list[Tensor], results: list[Tensor], dS: Tensor, window: W
     whole = torch.linalg.vecdot(S.flatten(1), dNext.flatten(1)).mul_(decay.total)
     dlog.copy_(crossing.gradient(drest * decay.rest * g, whole))
     return dS
+
+
+def _spread(w: Float[Tensor, "M D C"], window: Band | None) -> Float[Tensor, "M D J"]:
+    """From tokens to the pairs of their windows."""
+    return w if window is None else window.spread(w)
+
+
+def _gather(w: Float[Tensor, "M D J"], window: Band | None) -> Float[Tensor, "M D C"]:
+    return w if window is None else window.gather(w)

@@ -13,8 +13,9 @@ from torch import Tensor
 from fastweight.memory.additive import Additive
 from fastweight.memory.column import SUB, column_block
 from fastweight.memory.rules import Timing
+from fastweight.memory.sliding import Sliding
 from fastweight.memory.solve import Solve
-from fastweight.memory.window import Band, Selected, Single, Window
+from fastweight.memory.window import Band, Selected
 from fastweight.memory.writes import Writes
 
 _SMALLEST_LOG = -1e4  # exp of it is 0 in every dtype, and differences of it stay finite where -inf would not
@@ -40,8 +41,10 @@ def block(
         o, last = column_block(*inputs, read_before, writes.residual)
     elif writes.residual == "none":
         o, last = Additive.apply(*inputs, window, read_before)  # type: ignore[misc]
+    elif window is None:
+        o, last = Solve.apply(*inputs, read_before, writes.residual == "before-decay")  # type: ignore[misc]
     else:
-        o, last = Solve.apply(*inputs, window, read_before, writes.residual == "before-decay")  # type: ignore[misc]
+        o, last = Sliding.apply(*inputs, window, read_before, writes.residual == "before-decay")  # type: ignore[misc]
     o = rearrange(o, "n (b h) c v -> b (n c) h v", b=B)[:, :T]
     return o, last.unflatten(0, (B, H))
 
@@ -68,32 +71,27 @@ def _chunks(z: Tensor, C: int) -> Tensor:
     return rearrange(z, "b (n c) h ... -> n (b h) c ...", c=C).contiguous()
 
 
-def _pairs(writes: Writes, C: int, H: int) -> tuple[tuple[Tensor, Tensor], Window]:
+def _pairs(writes: Writes, C: int, H: int) -> tuple[tuple[Tensor, Tensor], Band | None]:
     """Write features and targets per chunk, with the R - 1 pairs before it, and where the windows lie in them."""
     x, y, R = _per_head(writes.x, H), writes.y, writes.window
     if R == 1:
-        return (_chunks(x, C), _chunks(y, C)), Single()
-    assert writes.count is not None, "a window counts its live pairs"
-    B, T = writes.count.shape
-    n = -(-T // C)
-    count = torch.cat((writes.count, writes.count.new_zeros(B, n * C - T)), dim=1).view(B, n, C)
-    newest_first = torch.arange(R - 1, -1, -1, device=x.device)
-    alive = (newest_first < count[..., None]).to(x.dtype)  # [B, n, C, R], oldest first
-    alive = repeat(alive, "b n c r -> (n b h) c r", h=H)
-    J = C + R - 1
+        return (_chunks(x, C), _chunks(y, C)), None
+    B, T = writes.gain.shape[:2]
+    n, J = -(-T // C), C + R - 1
     if writes.slot is None:
+        window = Band.of(R, C, x)
         if R - 1 <= C:
-            return (_overlapping(x, n, C, R), _overlapping(y, n, C, R)), Band(R, alive)
+            return (_overlapping(x, n, C, R), _overlapping(y, n, C, R)), window
         start = C * torch.arange(n, device=x.device).expand(B, n)
-        window: Window = Band(R, alive)
     else:
         slot = torch.cat((writes.slot, writes.slot[:, -1:].expand(B, n * C - T)), dim=1).view(B, n, C)
         # The window before a chunk ends where the one of its first token ends, or one pair earlier.
         start = torch.cat((slot.new_full((B, 1), R - 2), slot[:, :-1, -1]), dim=1) - (R - 2)
         # A masked token has gain 0: that its oldest pair may lie before the chunk does not matter.
-        local = ((slot - start[..., None])[..., None] - newest_first).clamp(min=0)
+        oldest_first = torch.arange(1 - R, 1, device=x.device)
+        local = ((slot - start[..., None])[..., None] + oldest_first).clamp(min=0)
         select = torch.nn.functional.one_hot(local.flatten(2), J).to(x.dtype)
-        window = Selected(R, alive, repeat(select, "b n r j -> (n b h) r j", h=H))
+        window = Selected(R, repeat(select, "b n r j -> (n b h) r j", h=H))
     index = (start[..., None] + torch.arange(J, device=x.device)).clamp(max=x.shape[1] - 1)
     return (_windows(x, index), _windows(y, index)), window
 

@@ -92,7 +92,9 @@ def make_writes(
 def pair(k: Tensor, v: Tensor, rule: Rule, state: State, mask: Tensor | None) -> tuple[Pairs, State]:
     """Pairs each target with its write feature (section 2) and moves the boundary of the state past the last token."""
     T = k.shape[1]
-    keys = torch.cat((state.key[:, None].to(k.dtype), k), dim=1)  # [B, 1+T, Hk, K]
+    # What the state does not really hold must be 0 and get no gradient.
+    held = state.key.masked_fill(~state.has_key[:, None, None], 0)
+    keys = torch.cat((held[:, None].to(k.dtype), k), dim=1)  # [B, 1+T, Hk, K]
     if mask is None:
         last, has_key = keys[:, -1], state.has_key | (T > 0)
     else:
@@ -127,22 +129,29 @@ def _windowed(
         order = torch.argsort(live.logical_not().to(torch.uint8), dim=1, stable=True)
         x, y = _take(x, order), _take(y, order)
         slot = rank + R - 2
-    x = torch.cat((state.tail_x.to(x.dtype), x), dim=1)
-    y = torch.cat((state.tail_y.to(y.dtype), y), dim=1)
+    held = _real_tail(state)
+    x = torch.cat((held.tail_x.to(x.dtype), x), dim=1)
+    y = torch.cat((held.tail_y.to(y.dtype), y), dim=1)
     newest = (
         torch.where(live, torch.arange(R - 1, R - 1 + T, device=x.device), R - 2).amax(dim=1)
         if slot is None
         else slot[:, -1]
     )
     tail = newest[:, None] + torch.arange(2 - R, 1, device=x.device)
-    tail_count = (state.tail_count + rank[:, -1]).clamp(max=R - 1)
-    kept = torch.arange(R - 1, 0, -1, device=x.device) <= tail_count[:, None]  # newest last
     state = state._replace(
-        tail_x=_take(x, tail).masked_fill(~kept[..., None, None], 0).to(state.tail_x.dtype),
-        tail_y=_take(y, tail).masked_fill(~kept[..., None, None], 0).to(state.tail_y.dtype),
-        tail_count=tail_count,
+        tail_x=_take(x, tail).to(state.tail_x.dtype),
+        tail_y=_take(y, tail).to(state.tail_y.dtype),
+        tail_count=(state.tail_count + rank[:, -1]).clamp(max=R - 1),
     )
-    return Pairs(x, y, slot, count, valid), state
+    return Pairs(x, y, slot, count, valid), _real_tail(state)
+
+
+def _real_tail(state: State) -> State:
+    """The state with 0 in the places of its tail that hold no pair: forms rely on x = 0 there."""
+    places = state.tail_x.shape[1]
+    missing = torch.arange(places, 0, -1, device=state.S.device) > state.tail_count[:, None]  # newest last
+    missing = missing[..., None, None]
+    return state._replace(tail_x=state.tail_x.masked_fill(missing, 0), tail_y=state.tail_y.masked_fill(missing, 0))
 
 
 def step_and_decay(
