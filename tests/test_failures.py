@@ -575,6 +575,46 @@ def test_second_backward_and_gradient_of_gradient_do_not_lie(name):
             assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("name", RULES)
+def test_autocast_changes_nothing(name):
+    """Under autocast the op keeps its precision; in the engines' own backward too, if that is called there.
+
+    (The recurrent form leaves its backward to autograd, which PyTorch advises to call outside the context.)
+    """
+    problem = draw(R[name], B=1, T=20, dtype=torch.float32)
+    for form, chunk_size in FORMS[:3]:
+
+        def forward_only(q, k, v, beta, lam, S0, form=form, chunk_size=chunk_size):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return attend(R[name], form, chunk_size)(q, k, v, beta, lam, S0)
+
+        plain = run(attend(R[name], form, chunk_size), problem)
+        check(run(forward_only, problem), plain, torch.float32, f"{form}, backward outside")
+        if form != "recurrent":
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                result = run(attend(R[name], form, chunk_size), problem)
+            check(result, plain, torch.float32, f"{form}, backward inside")
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_gates_keep_float32_beside_sixteen_bit_features(name):
+    """q, k, v in bfloat16 with float32 beta and lam: gates are not rounded, and each gradient has its input's dtype."""
+    rule = R[name]
+    problem = draw(rule, B=1, T=20, dtype=torch.bfloat16)
+    gates = draw(rule, B=1, T=20, dtype=torch.float32, seed=1)
+    problem = problem._replace(beta=gates.beta, lam=gates.lam)
+    expected = expect(problem, rule)
+    for form, chunk_size in FORMS[:3]:
+        result = run(attend(rule, form, chunk_size), problem)
+        assert result.o.dtype == torch.bfloat16
+        for label in ("beta", "lam"):
+            assert result.gradients[label].dtype == torch.float32
+            assert_close(
+                result.gradients[label], expected.gradients[label], torch.float32, "gradient", f"d{label} {form}"
+            )
+        check(result, expected, torch.bfloat16, form)
+
+
 # 10 is in test_forms (odd widths); 12 and 13 in test_continuation. 23. No GPU, no Triton
 
 
