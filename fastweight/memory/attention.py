@@ -216,6 +216,10 @@ def _packed(q, k, v, beta, lam, log_decay, rule, choice, state, mask, cu_seqlens
     return packing.merge(outputs, found), State.cat(states).index_select(back)
 
 
+def _hide(gate: Tensor | None, mask: Tensor) -> Tensor | None:
+    return None if gate is None else gate.masked_fill(~mask.reshape(*mask.shape, *(1,) * (gate.ndim - 2)), 0)
+
+
 def _dense(q, k, v, beta, lam, log_decay, rule, choice, state, mask):
     """B rows of T tokens after B states, everything in one float dtype."""
     T = v.shape[1]
@@ -225,6 +229,7 @@ def _dense(q, k, v, beta, lam, log_decay, rule, choice, state, mask):
         # A masked token may hold anything, NaN included: 0 * NaN must not reach the memory.
         hidden = ~mask[..., None, None]
         k, v = k.masked_fill(hidden, 0), v.masked_fill(hidden, 0)
+        beta, lam, log_decay = (_hide(gate, mask) for gate in (beta, lam, log_decay))
     writes, boundary = make_writes(k, v, beta, lam, rule, state, mask, log_decay)
     S = state.S
     if rule.read == "normalized":

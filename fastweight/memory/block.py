@@ -54,7 +54,7 @@ def default_chunk(writes: Writes) -> int:
     if writes.gain.ndim == 4:
         return SUB
     if writes.window > 1 and writes.residual != "none":
-        return max(8, 64 // writes.window)
+        return max(8, 48 // writes.window)
     return 64
 
 

@@ -118,9 +118,9 @@ def _solution(G: Float[Tensor, "M C C"], gain: Tensor, carry: Tensor) -> Float[T
     for t in range(C):
         if t:
             coupled = torch.bmm(G[:, t : t + 1, :t], z[:, :t, :t].reshape(M, t, t * V))
-            torch.neg(coupled.view(M, t, V), out=T[:, t, :t])
+            T[:, t, :t] = coupled.view(M, t, V).neg_()
             z[:, :t, :t] *= carry[:, t, None, None]
-        torch.mul(T[:, t, : t + 1], gain[:, t, None], out=z[:, t, : t + 1])
+        z[:, t, : t + 1] = T[:, t, : t + 1] * gain[:, t, None]
     return T
 
 

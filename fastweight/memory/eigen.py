@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+_FEW = 256  # matrices up to which LAPACK is quicker on a CPU
 _SWEEPS = 12  # cyclic Jacobi converges quadratically; windows up to 16 need 4 to 8 sweeps in float64
 
 
@@ -32,7 +33,12 @@ def top_eigenvalue(upper: Float[Tensor, "P ..."], R: int) -> Float[Tensor, "..."
 class _TopEigenvalue(torch.autograd.Function):
     @staticmethod
     def forward(ctx, upper: Tensor, R: int) -> Tensor:
-        value, vector = _two(upper) if R == 2 else _jacobi(upper, R)
+        if R == 2:
+            value, vector = _two(upper)
+        elif upper[0].numel() <= _FEW and _may_look(upper):
+            value, vector = _lapack(upper, R)
+        else:
+            value, vector = _jacobi(upper, R)
         ctx.save_for_backward(vector)
         return value
 
@@ -42,6 +48,20 @@ class _TopEigenvalue(torch.autograd.Function):
         # An off-diagonal entry stands for two entries of the matrix, hence the factor 2.
         parts = [vector[i] * vector[j] * (1 if i == j else 2) for i, j in triangle(len(vector))]
         return torch.stack(parts) * grads[0], None
+
+
+def _may_look(upper: Tensor) -> bool:
+    """Whether values may steer the work: on a GPU it costs a synchronisation, under torch.compile a graph break."""
+    return upper.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def _lapack(upper: Tensor, R: int) -> tuple[Tensor, Tensor]:
+    """For a few matrices (decoding) one LAPACK call is shorter than the rotations."""
+    full = upper.new_empty(R, R, *upper.shape[1:])
+    for p, (i, j) in enumerate(triangle(R)):
+        full[i, j] = full[j, i] = upper[p]
+    values, vectors = torch.linalg.eigh(full.movedim((0, 1), (-2, -1)))
+    return values[..., -1], vectors[..., -1].movedim(-1, 0)
 
 
 def _two(upper: Tensor) -> tuple[Tensor, Tensor]:
@@ -74,8 +94,7 @@ def _jacobi(upper: Tensor, R: int) -> tuple[Tensor, Tensor]:
         for p in range(R - 1):
             for q in range(p + 1, R):
                 _rotate(A, U, p, q)
-        # Looking at the residue costs a synchronisation, so only the CPU stops early.
-        if upper.device.type == "cpu" and _converged(A, R):
+        if _may_look(upper) and _converged(A, R):
             break
     value, index = torch.stack([A[i, i] for i in range(R)]).max(dim=0)
     return value, torch.stack(U).take_along_dim(index[None, None], dim=0).squeeze(0)

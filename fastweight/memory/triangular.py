@@ -30,7 +30,7 @@ def unit_lower_inverse(L: Float[Tensor, "M n n"]) -> Float[Tensor, "M n n"]:
         below = pairs[:, b:, :b].permute(0, 3, 1, 2).reshape(M * blocks, b, b)
         merged = T.new_zeros(M * blocks, 2 * b, 2 * b)
         merged[:, :b, :b], merged[:, b:, b:] = T[:, 0], T[:, 1]
-        torch.neg(torch.bmm(T[:, 1], torch.bmm(below, T[:, 0])), out=merged[:, b:, :b])
+        merged[:, b:, :b] = torch.bmm(T[:, 1], torch.bmm(below, T[:, 0])).neg_()
         T, b = merged, 2 * b
     return T if b == n else T[:, :n, :n].contiguous()
 
@@ -45,5 +45,5 @@ def _substitute(L: Float[Tensor, "b b M"]) -> Float[Tensor, "M b b"]:
             row = L[i, 0] * T[0, :i]
             for j in range(1, i):
                 row[: j + 1].addcmul_(L[i, j], T[j, : j + 1])
-            torch.neg(row, out=T[i, :i])
+            T[i, :i] = row.neg_()
     return T.permute(2, 0, 1).contiguous()
