@@ -211,6 +211,37 @@ def test_masked(rule, form, size, two):
     check_masked(rule, form, size, torch.tensor(two), junk={})
 
 
+@few
+@given(
+    rule=rules(),
+    form=forms,
+    two=st.integers(1, 10).flatmap(lambda T: st.tuples(masks(T), masks(T))),
+    cut=st.integers(0, 10),
+)
+def test_masked_and_cut(rule, form, two, cut):
+    """Masked, cut anywhere, the rest stepped or in one piece: the carried key and window are those that counted."""
+    mask = torch.tensor(two)
+    T = mask.shape[1]
+    problem = draw(rule, B=2, T=T, H=2, Hk=1, K=3, V=2, seed=T)
+    problem = problem._replace(w_o=problem.w_o.masked_fill(~mask[..., None, None], 0))
+    first = min(cut, T)
+
+    def in_pieces(q, k, v, beta, lam, S0):
+        inputs = (q, k, v, beta, lam)
+        o, state = call(rule, form, 2, tokens(inputs, slice(0, first)), S0, mask=mask[:, :first])
+        middle = (first + T) // 2
+        o2, state = call(rule, form, 2, tokens(inputs, slice(first, middle)), state, mask=mask[:, first:middle])
+        outputs = [o, o2]
+        for t in range(middle, T):
+            o_t, state = fw.step(*(u[:, t] for u in inputs), state, rule, mask_t=mask[:, t])
+            outputs.append(o_t[:, None])
+        last = [k[b, mask[b]][-1] if mask[b].any() else None for b in range(2)]
+        same_state(state, longhand(*inputs, rule, S0, mask).pairs, last, rule, "masked and cut")
+        return torch.cat(outputs, dim=1), state.S
+
+    check(run(in_pieces, problem), expect(problem, rule, mask), torch.float64, f"{form} cut at {first} {two}")
+
+
 def test_masked_tokens_may_hold_anything():
     """Infinities and NaN in what would be written change nothing, values and gradients."""
     mask = torch.tensor([[False, True, True, False, True], [True, False, False, True, False]])
