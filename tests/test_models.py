@@ -310,10 +310,10 @@ class TestTraining:
         assert losses[-1] < 1.2
 
 
-@pytest.mark.parametrize("mixer", ["transformer"])
+@pytest.mark.parametrize("mixer", ["falcon-1", "transformer"])
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch.compile does it itself
 def test_compiles_without_graph_breaks(mixer):
-    model, ids = build(mixer), tokens(2, 9)
+    model, ids = build(mixer, num_hidden_layers=1), tokens(2, 9)
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     assert_close(compiled(ids, use_cache=False).logits, model(ids).logits, DTYPE)
 

@@ -169,10 +169,7 @@ class FastWeightAttention(nn.Module):
         """
         mask = last_columns(mask, hidden_states)
         check_cu_seqlens(cu_seqlens, hidden_states)
-        rows = len(hidden_states) if cu_seqlens is None else len(cu_seqlens) - 1
-        if state is not None and (not isinstance(state, LayerState) or len(state.conv) != rows):
-            got = f"{len(state.conv)} sequences" if isinstance(state, LayerState) else type(state).__name__
-            raise ValueError(f"state: got {got}, expected a LayerState of {rows} sequences")
+        _check_state(state, len(hidden_states) if cu_seqlens is None else len(cu_seqlens) - 1)
         q, k, v, conv = self._qkv(hidden_states, mask, cu_seqlens, None if state is None else state.conv)
         step, lam = self._gates(hidden_states)
         o, memory = fast_weight_attention(
@@ -232,6 +229,13 @@ def _check_options(hidden_size, num_heads, num_key_heads, qk_norm, feature_map, 
         raise ValueError(f"conv_width: got {conv_width}, expected a number of taps, or 0 for no convolution")
     if lambda_scale is not None and not 0 < lambda_scale < math.inf:
         raise ValueError(f"lambda_scale: got {lambda_scale}, expected a finite number above 0, or None")
+
+
+def _check_state(state: LayerState | None, rows: int) -> None:
+    """The number of sequences; the op and the convolution check the rest of the shapes."""
+    if state is not None and (not isinstance(state, LayerState) or len(state.conv) != rows):
+        got = f"{len(state.conv)} sequences" if isinstance(state, LayerState) else type(state).__name__
+        raise ValueError(f"state: got {got}, expected a LayerState of {rows} sequences")
 
 
 def last_columns(mask: Bool[Tensor, "B S"] | None, hidden_states: Float[Tensor, "B T D"]) -> Bool[Tensor, "B T"] | None:
