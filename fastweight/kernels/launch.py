@@ -8,11 +8,14 @@ from dataclasses import dataclass
 
 import torch
 import triton
+import triton.language as tl
 from einops import reduce
 from torch import Tensor
 
-from fastweight.kernels import additive, solve
+from fastweight.kernels import additive, gates, solve
 from fastweight.kernels.geometry import Geometry, previous_unmasked
+
+INVERT_WARPS = 1
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,11 @@ def _precision(dtype: torch.dtype) -> str:
     return "tf32x3" if dtype == torch.float32 else "tf32"
 
 
+def _sums(dtype: torch.dtype) -> tl.dtype:
+    """Operand type of the sums over pairs in gate gradients: the range of float32 matters there, not its digits."""
+    return tl.float32 if dtype == torch.float32 else tl.bfloat16
+
+
 def _dense(*tensors: Tensor | None) -> list[Tensor | None]:
     return [None if tensor is None else tensor.contiguous() for tensor in tensors]
 
@@ -60,14 +68,11 @@ def _serial_tiles(K: int, V: int, dtype: torch.dtype) -> tuple[int, int, int]:
     return min(64, _tile(V)), 4, 2
 
 
-def _token_tiles(K: int, V: int, dtype: torch.dtype) -> tuple[int, int, int]:
-    """Value columns, warps and stages of a kernel with one program a chunk."""
-    BK = _tile(K)
+def _token_tiles(K: int, V: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
+    """Key and value columns at a time, warps and stages of a kernel with one program a chunk."""
     if dtype == torch.float32:
-        return (16 if BK > 128 else 32), 8, 1
-    if BK > 128:
-        return 32, 8, 1
-    return min(64, _tile(V)), 8, 1
+        return min(32, _tile(K)), min(32, _tile(V)), 4, 1
+    return min(64, _tile(K)), min(64, _tile(V)), 4, 1
 
 
 def _pairing(plan: Plan, mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
@@ -95,11 +100,17 @@ def forward_solve(plan, q, k, v, beta, lam, state0, key0, has_key, mask, cu_seql
     names = _widths(q, v)
     dot = _precision(v.dtype)
     if where.slots and H:
-        solve.prepare[(where.slots, H)](
-            k, beta, lam, key0, flag, unmasked, previous, eta, decay, inverse,
+        gates.steps[(where.slots, H)](
+            k, beta, lam, key0, flag, unmasked, previous, eta, decay,
             where.cu, where.chunk_seq, where.chunk_start, where.length, where.chunks, where.tokens,
-            float(plan.eps), float(plan.floor), BK=min(64, _tile(K)), DOT=dot, DECAYED=plan.decayed,
-            **names, **plan.gates, num_warps=1, num_stages=1,
+            float(plan.eps), float(plan.floor), BK=_tile(K), WINDOW=1, NONZERO=True, **names, **plan.gates,
+            num_warps=4, num_stages=1,
+        )  # fmt: skip
+        solve.invert[(where.slots, H)](
+            k, key0, previous, eta, decay, inverse,
+            where.cu, where.chunk_seq, where.chunk_start, where.length, where.chunks, where.tokens,
+            BK=min(64, _tile(K)), SHIFT=int(plan.shift), DECAYED=plan.decayed, DOT=dot,
+            MERGE="tf32" if v.dtype == torch.bfloat16 else "tf32x3", **names, num_warps=INVERT_WARPS, num_stages=1,
         )  # fmt: skip
     BV, warps, stages = _serial_tiles(K, V, v.dtype)
     grid = where.sequences * H * triton.cdiv(V, BV)
@@ -144,14 +155,14 @@ def backward_solve(plan, d_o, d_state1, q, k, v, beta, lam, key0, has_key, mask,
             num_warps=warps, num_stages=stages,
         )  # fmt: skip
     if where.slots and H:
-        BV, warps, stages = _token_tiles(K, V, v.dtype)
+        BK, BV, warps, stages = _token_tiles(K, V, v.dtype)
         solve.backward_token[(where.slots, H)](
             q, k, d_o, beta, lam, key0, flag, unmasked, previous, eta, decay, residual, states, d_v, d_states,
-            d_q, d_k, None if beta is None else d_beta, None if lam is None else d_lam,
+            torch.empty_like(decay), d_q, d_k, None if beta is None else d_beta, None if lam is None else d_lam,
             None if key0 is None else d_key0,
             where.cu, where.chunk_seq, where.chunk_start, where.length, where.chunks, where.tokens,
-            float(plan.eps), float(plan.floor), BK=_tile(K), BV=BV, DECAYED=plan.decayed,
-            BEFORE=plan.before, DOT=dot, SUM=dot, **names, **plan.gates, num_warps=warps, num_stages=stages,
+            float(plan.eps), float(plan.floor), BK=BK, BV=BV, DECAYED=plan.decayed,
+            BEFORE=plan.before, DOT=dot, SUM=_sums(v.dtype), **names, **plan.gates, num_warps=warps, num_stages=stages,
         )  # fmt: skip
     return (*_ungroup(d_q, d_k, KH), d_v, d_beta, d_lam, d_state0, _ungroup_key(d_key0, key0, KH))
 
@@ -172,10 +183,10 @@ def forward_additive(plan, q, k, v, beta, lam, state0, key0, has_key, mask, cu_s
     names = dict(_widths(q, v), BK=_tile(K), WINDOW=plan.window)
     dot = _precision(v.dtype)
     if where.slots and H:
-        additive.prepare[(where.slots, H)](
+        gates.steps[(where.slots, H)](
             k, beta, lam, key0, flag, unmasked, previous, weight, decay,
             where.cu, where.chunk_seq, where.chunk_start, where.length, where.chunks, where.tokens,
-            float(plan.eps), float(plan.floor), **names, **plan.gates, num_warps=4, num_stages=1,
+            float(plan.eps), float(plan.floor), NONZERO=False, **names, **plan.gates, num_warps=4, num_stages=1,
         )  # fmt: skip
     BV, warps, stages = _serial_tiles(K, V, v.dtype)
     grid = where.sequences * H * triton.cdiv(V, BV)
@@ -206,10 +217,10 @@ def backward_additive(plan, d_o, d_state1, q, k, v, beta, lam, key0, has_key, ma
     d_lam = torch.empty(0, **wide) if lam is None else torch.empty_like(lam)
     d_key0 = torch.zeros(0 if key0 is None else where.sequences, H, K, **wide)
     shared = where.slots if plan.window > 1 else 0
-    halo_k, halo_v = torch.empty(shared, H, 16, K, **wide), torch.empty(shared, H, 16, V, **wide)
+    halo_k, halo_v = torch.empty(shared * 16, H, K, **wide), torch.empty(shared * 16, H, V, **wide)
     flag = None if has_key is None else has_key.view(torch.uint8)
     unmasked, previous = _pairing(plan, mask)
-    names = dict(_widths(q, v), V=V, BK=_tile(K), WINDOW=plan.window)
+    names = dict(_widths(q, v), V=V, WINDOW=plan.window)
     dot = _precision(v.dtype)
     BV, warps, stages = _serial_tiles(K, V, v.dtype)
     grid = where.sequences * H * triton.cdiv(V, BV)
@@ -217,16 +228,17 @@ def backward_additive(plan, d_o, d_state1, q, k, v, beta, lam, key0, has_key, ma
         additive.backward_state[(grid,)](
             q, d_o, decay, d_state1, d_states, d_state0 if want_state else None,
             where.cu, where.chunk_start, where.length, where.chunks, where.tokens, 1, 2**30,
-            BV=BV, BEFORE=plan.before, DOT=dot, **names, num_warps=warps, num_stages=stages,
+            BK=_tile(K), BV=BV, BEFORE=plan.before, DOT=dot, **names, num_warps=warps, num_stages=stages,
         )  # fmt: skip
     if where.slots and H:
-        BV, warps, stages = _token_tiles(K, V, v.dtype)
+        BK, BV, warps, stages = _token_tiles(K, V, v.dtype)
         additive.backward_token[(where.slots, H)](
             q, k, v, d_o, beta, lam, key0, flag, unmasked, previous, weight, decay, states, d_states,
-            d_q, d_k, d_v, None if beta is None else d_beta, None if lam is None else d_lam,
+            torch.empty(2 * H, where.tokens, **wide), d_q, d_k, d_v, None if beta is None else d_beta, None if lam is None else d_lam,
             None if key0 is None else d_key0, halo_k, halo_v,
             where.cu, where.chunk_seq, where.chunk_start, where.length, where.chunks, where.tokens,
-            float(plan.eps), float(plan.floor), BV=BV, BEFORE=plan.before, DOT=dot, **names, **plan.gates,
+            float(plan.eps), float(plan.floor), BK=BK, BV=BV, BEFORE=plan.before, DOT=dot, SUM=_sums(v.dtype),
+            **names, **plan.gates,
             num_warps=warps, num_stages=stages,
         )  # fmt: skip
     if shared and H:
