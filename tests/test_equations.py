@@ -76,7 +76,9 @@ def test_residual_is_taken_before_the_decay():
 def test_one_token_writes_nothing_and_does_not_decay():
     inputs = {name: u[:, :1] if name != "S0" else u for name, u in SCALAR.items()}
     for name, rule in fw.RULES.items():
-        expect_numbers(rule.replace(name=f"{name}, one token"), **inputs, o=column(2), S=state([2.0]))
+        expect_numbers(
+            rule.replace(name=f"{name}, one token", pairing="next-latent"), **inputs, o=column(2), S=state([2.0])
+        )
 
 
 def test_falcon_1a_by_hand():

@@ -183,7 +183,7 @@ def test_outputs_are_linear_in_values_and_state(name):
 @pytest.mark.parametrize("timing", ["read-after-write", "read-before-write"])
 def test_the_future_does_not_reach_the_past(name, timing):
     """Changing token t leaves every earlier output alone, and the key of token t too under next-latent pairing."""
-    rule = R[name].replace(timing=timing)
+    rule = R[name].replace(timing=timing, pairing="next-latent")
     problem = draw(rule, B=1, T=9)
     o, _ = attend(rule)(*problem[:6])
     for t in (1, 4, 8):
