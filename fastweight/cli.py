@@ -6,10 +6,13 @@ is the user's mistake and ends as one readable line with exit code 2; anything e
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+
+if TYPE_CHECKING:
+    from fastweight.recipes import Run
 
 app = typer.Typer(
     help="Fast-weight attention: train, evaluate, generate.",
@@ -47,12 +50,10 @@ def train_addition(
 ) -> None:
     """Train on variable-digit addition; started again, it goes on from the last complete checkpoint."""
     from fastweight.recipes import load_recipe
-    from fastweight.training import train
 
     run = load_recipe(recipe, [*([f"model.mixer={mixer}"] if mixer else []), *(overrides or [])])
     run_dir = out or Path("runs") / run.name / str(run.model.get("mixer", "default"))
-    checkpoint = train(run, run_dir, allow_changes=allow_changes, console=_console())
-    print(checkpoint)
+    print(_train(run, run_dir, allow_changes, _console()))
 
 
 @eval_app.command("addition", epilog="Example: fastweight eval addition runs/addition-tiny/* --out runs/report")
@@ -87,16 +88,19 @@ def generate(
 @app.command(epilog="Example: fastweight demo --out runs/demo")
 def demo(
     out: Annotated[Path, typer.Option(help="Directory for both runs and the report.")] = Path("runs/demo"),
+    overrides: Overrides = None,
 ) -> None:
-    """Train falcon-3a and a Transformer on short sums and compare them on longer ones (minutes on two CPU cores)."""
+    """Train falcon-3a and a Transformer on short sums and compare them on longer ones (minutes on two CPU cores).
+
+    Interrupted and started again, it goes on from the last complete checkpoint.
+    """
     from fastweight.recipes import load_recipe
-    from fastweight.training import train
 
     console, run_dirs = _console(), []
     for mixer in ("falcon-3a", "transformer"):
-        run = load_recipe("addition-tiny", [f"model.mixer={mixer}", "training.device=cpu"])
+        run = load_recipe("addition-tiny", [f"model.mixer={mixer}", "training.device=cpu", *(overrides or [])])
         run_dirs.append(out / mixer)
-        train(run, run_dirs[-1], console=console)
+        _train(run, run_dirs[-1], False, console)
     _evaluate_addition(run_dirs, out, None, None, True)
 
 
@@ -124,6 +128,16 @@ def info() -> None:
     print(f"devices      {', '.join(devices) or 'cpu only'}")
     print(f"mixers       {', '.join(MIXERS)}")
     print(f"recipes      {', '.join(recipe_names())}")
+
+
+def _train(run: "Run", run_dir: Path, allow_changes: bool, console: Console) -> Path:
+    from fastweight.training import train
+
+    try:
+        return train(run, run_dir, allow_changes=allow_changes, console=console)
+    except KeyboardInterrupt:
+        console.print("Stopped. The same command goes on from the last complete checkpoint.")
+        raise typer.Exit(130) from None
 
 
 def _evaluate_addition(
@@ -170,9 +184,6 @@ def main() -> None:
     except ValueError as error:
         Console(stderr=True).print(f"Error: {error}", style="red", markup=False, highlight=False)
         sys.exit(2)
-    except KeyboardInterrupt:
-        Console(stderr=True).print("Stopped. The same command goes on from the last complete checkpoint.")
-        sys.exit(130)
 
 
 if __name__ == "__main__":

@@ -45,10 +45,10 @@ def rows(results: Sequence[ModelScores], field: str) -> list[list[str]]:
 
 def terminal_table(results: Sequence[ModelScores]) -> Table:
     """A rich table: exact match by width, and for up to three models digit accuracy, forced and free, beside it."""
-    short = {"exact": "answers", "token": "digits", "generated_token": "free digits"}
+    short = {"exact": "answers", "token": "digits", "generated_token": "free"}
     fields = list(short) if len(results) <= 3 else ["exact"]
     count, trained = results[0].scores[0].count, results[0].train_widths
-    table = Table(title=f"Addition: % right of {count} problems a width", box=box.SIMPLE_HEAD, header_style="bold")
+    table = Table(title=f"Addition: % right of {count} problems a width", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("width", no_wrap=True)
     for result in results:
         for field in fields:

@@ -51,13 +51,18 @@ def train(
     Raises ValueError when `run_dir` holds a run with other settings.
     """
     console = console or Console(stderr=True)
-    num_processes = int(os.environ.get("WORLD_SIZE", "1"))
-    micro_batches = micro_batches_of(run, num_processes)
-    start = _prepare(run, run_dir, num_processes, allow_changes, console)
+    record = {"run": to_dict(run), "processes": int(os.environ.get("WORLD_SIZE", "1"))}
+    accumulation = micro_batches_of(run, record["processes"]) // record["processes"]
+    start = _starting_point(run_dir, record, allow_changes, console)
     if start is not None and rundir.steps_of(start) >= run.training.steps:
-        console.print(f"{run_dir} is trained already ({start.name}).")
+        console.print(f"{run_dir} is trained already ({start.name}).", highlight=False)
         return start
-    trainer = build_trainer(run, run_dir, micro_batches // num_processes, build_model(run) if model is None else model)
+    model = build_model(run) if model is None else model
+    if os.environ.get("RANK", "0") == "0":
+        run_dir.mkdir(parents=True, exist_ok=True)
+        rundir.set_aside_incomplete(run_dir)
+        rundir.write_json(run_dir / rundir.RUN_RECORD, record)
+    trainer = build_trainer(run, run_dir, accumulation, model)
     bar = ProgressBar(f"{run.name} {run.model.get('mixer', '')}".strip(), console)
     trainer.add_callback(bar)
     with _one_bar():
@@ -133,18 +138,17 @@ def training_arguments(run: Run, run_dir: Path, accumulation: int) -> TrainingAr
     return args
 
 
-def _prepare(run: Run, run_dir: Path, num_processes: int, allow_changes: bool, console: Console) -> Path | None:
-    """Check that the run may go on in `run_dir`, write its record, and find the checkpoint to start from."""
-    record = {"run": to_dict(run), "processes": num_processes}
+def _starting_point(run_dir: Path, record: dict[str, Any], allow_changes: bool, console: Console) -> Path | None:
+    """Check that the run may go on in `run_dir` and find the checkpoint to start from; nothing is written."""
+
+    def say(text: str) -> None:
+        console.print(text, highlight=False, soft_wrap=True)
+
     for change in rundir.check_same_run(run_dir, record, allow_changes):
-        console.print(f"Going on with a changed setting: {change}", highlight=False)
-    start = rundir.newest_complete_checkpoint(run_dir, say=lambda text: console.print(text, highlight=False))
+        say(f"Going on with a changed setting: {change}")
+    start = rundir.newest_complete_checkpoint(run_dir, say)
     if start is not None:
-        console.print(f"Going on from {start}.", highlight=False)
-    if os.environ.get("RANK", "0") == "0":
-        run_dir.mkdir(parents=True, exist_ok=True)
-        rundir.set_aside_incomplete(run_dir)
-        rundir.write_json(run_dir / rundir.RUN_RECORD, record)
+        say(f"Going on from {start}.")
     return start
 
 
