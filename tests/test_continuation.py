@@ -376,3 +376,24 @@ def test_empty_state_is_no_state():
             with_zeros, _ = call(rule, "chunk", 2, problem[:5], zeros)
             without, _ = call(rule, "chunk", 2, problem[:5], None)
             assert_close(with_zeros, without, torch.float64, "forward", name)
+
+
+def test_unreal_parts_of_a_state_are_ignored():
+    """A row reset by its flags (has_key False, tail_count 0) is a fresh boundary, whatever its key and tail hold."""
+    for name in RULES:
+        rule = fw.RULES[name]
+        problem = draw(rule, B=2, T=9, Hk=1)
+        _, state = call(rule, "recurrent", None, tokens(problem[:5], slice(0, 4)), problem.S0)
+        count = torch.zeros_like(state.tail_count)
+        reset = state._replace(has_key=torch.tensor([False, False]), tail_count=count)
+        rest = problem._replace(**{n: getattr(problem, n)[:, 4:] for n in ("q", "k", "v", "beta", "lam", "w_o")})
+        rest = rest._replace(S0=state.S)
+        expected = expect(rest, rule)
+        for form in FORMS:
+            for mask in (None, torch.ones(2, 5, dtype=torch.bool)):
+
+                def again(q, k, v, beta, lam, S0, rule=rule, form=form, mask=mask, reset=reset):
+                    o, after = call(rule, form, 2, (q, k, v, beta, lam), reset._replace(S=S0), mask=mask)
+                    return o, after.S
+
+                check(run(again, rest), expected, torch.float64, f"{name} {form}")
