@@ -11,9 +11,10 @@ from itertools import pairwise
 
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import assert_close
 from safetensors import safe_open
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, DynamicCache
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, DataCollatorWithFlattening, DynamicCache
 
 import fastweight as fw
 from fastweight.layers.mixers import MIXERS
@@ -158,6 +159,15 @@ class TestGeneration:
             logits = model(ids[[1, 0], :2], cache=cache).logits
         assert_close(logits, model(torch.cat([ids, ids[:, :2]], 1)).logits[[1, 0], 6:], DTYPE)
 
+    def test_a_cache_made_in_inference_mode_can_be_used_outside(self, mixer):
+        model, ids = build(mixer), tokens(1, 6)
+        with torch.inference_mode():
+            cache = cache_of(model(ids[:, :3], use_cache=True))
+            model(ids[:, 3:4], cache=cache)
+        with torch.no_grad():
+            logits = [model(ids[:, t : t + 1], cache=cache).logits for t in (4, 5)]
+        assert_close(torch.cat(logits, 1), model(ids).logits[:, 4:], DTYPE)
+
     def test_a_reset_cache_is_a_fresh_one(self, mixer):
         model, ids = build(mixer), tokens(2, 6)
         if mixer in MEMORIES:  # transformers keeps the length of a key-value layer when it is reset
@@ -231,6 +241,16 @@ class TestPacking:
         for arguments in ({"cu_seqlens": bounds}, {"cu_seq_lens_q": bounds}, {"position_ids": positions}):
             assert model(ids, labels=ids, **arguments).loss.item() == pytest.approx(expected.item(), rel=1e-5)
 
+    def test_the_flattening_collator_of_transformers_fits(self, mixer):
+        model, documents = build(mixer), [tokens(n, seed=n) for n in (4, 1, 7)]
+        collator = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
+        batch = collator([{"input_ids": document.tolist()} for document in documents])
+        output = model(**batch)
+        logits = [model(document[None]).logits[0] for document in documents]
+        assert_close(output.logits[0], torch.cat(logits), DTYPE)
+        losses = [F.cross_entropy(l[:-1], d[1:], reduction="sum") for l, d in zip(logits, documents, strict=True)]
+        assert output.loss.item() == pytest.approx(sum(losses).item() / 9, rel=1e-5)
+
     def test_masked_tokens_inside_packed_documents_are_absent(self, mixer):
         model, ids, mask = build(mixer), tokens(1, 12), torch.ones(1, 12, dtype=torch.bool)
         mask[0, [0, 3, 7]] = False
@@ -285,6 +305,14 @@ class TestTraining:
         assert isinstance(summed, tuple)
         assert summed[0].item() == pytest.approx(output.loss.item() * 16 / 4)
         assert_close(summed[1], output.logits, torch.float32)
+
+    def test_autocast(self, mixer):
+        model, ids = build(mixer, torch.float32).train(), tokens(2, 9)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = model(ids, labels=ids).loss
+        loss.backward()
+        assert loss.item() == pytest.approx(model(ids, labels=ids).loss.item(), rel=0.02)
+        assert all(torch.isfinite(parameter.grad).all() for parameter in model.parameters())
 
     def test_logits_to_keep(self, mixer):
         model, ids = build(mixer), tokens(2, 9)

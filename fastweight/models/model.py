@@ -132,15 +132,15 @@ class FastWeightModel(FastWeightPreTrainedModel):
         cache = one_of("cache", cache, "past_key_values", past_key_values)
         cu_seqlens = document_bounds(cu_seqlens, kwargs.get("cu_seq_lens_q"), position_ids, attention_mask, cache)
         cache = self._cache(cache, use_cache, cu_seqlens)
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
         collected = []
         for block in self.layers:
-            collected.append(hidden_states)
+            collected += [hidden_states] if output_hidden_states else []
             hidden_states = block(
                 hidden_states, mask=mask, cu_seqlens=cu_seqlens, position_ids=position_ids, cache=cache
             )
         hidden_states = self.norm(hidden_states)
-        if output_hidden_states is None:
-            output_hidden_states = self.config.output_hidden_states
         states = (*collected, hidden_states) if output_hidden_states else None
         named: dict[str, Any] = {CACHE_NAME: cache}
         output = BaseModelOutputWithPast(last_hidden_state=hidden_states, hidden_states=states, **named)
