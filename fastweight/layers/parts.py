@@ -87,8 +87,10 @@ class Gate(nn.Module):
         return torch.tensor(self.initial_logits, dtype=self.bias.dtype)
 
     def forward(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T n"]:
+        # Sharded training may hand the parameters over in half precision; the arithmetic stays float32 all the same.
+        weight, bias = at_least_float32(self.weight), at_least_float32(self.bias)
         with torch.autocast(x.device.type, enabled=False):
-            return F.linear(x.to(self.weight.dtype), self.weight, self.bias)
+            return F.linear(x.to(weight.dtype), weight, bias)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Gate":
         def keep_wide(tensor: Tensor) -> Tensor:
