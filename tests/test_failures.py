@@ -153,6 +153,19 @@ def test_state_keeps_its_precision(name, dtype):
 
 
 @pytest.mark.parametrize("name", RULES)
+def test_energy_beyond_float16(name):
+    """float16 keys of size 300: |x|^2 is past 65,504, the sums are taken in float32."""
+    rule = R[name].replace(ridge="scaled")
+    problem = draw(rule, B=1, T=17, dtype=torch.float16)
+    # Gradients of such keys are tiny: scale the loss, as anyone must who trains in float16.
+    problem = problem._replace(k=problem.k * 300, S0=problem.S0 / 300, w_o=problem.w_o * 512, w_S=problem.w_S * 512)
+    assert problem.k.float().square().sum(-1).max() > 65504
+    expected = expect(problem, rule)
+    for form, chunk_size in FORMS[:3]:
+        check(run(attend(rule, form, chunk_size), problem), expected, torch.float16, f"{form} {chunk_size}")
+
+
+@pytest.mark.parametrize("name", RULES)
 def test_error_does_not_grow_with_length(name):
     """Carry 0.999, float32, against our own float64: 4,096 tokens err no more than twice what 512 do."""
     rule = R[name].replace(step="direct")
