@@ -174,6 +174,19 @@ def test_many_chunks_of_many_heads(name, chunk_size):
     compare(fw.RULES[name], "chunk", chunk_size, B=3, H=4, Hk=2, T=40, K=3, V=2)
 
 
+@pytest.mark.parametrize("name", RULES)
+def test_more_numbers_than_an_engine_takes_at_once(name):
+    """Some 300,000 numbers of q in many chunks, plain and masked, against the recurrent form."""
+    mask = torch.rand(2, 44, generator=torch.Generator().manual_seed(0)) < 0.8
+    for timing, keywords in (("read-after-write", {}), ("read-before-write", {"mask": mask})):
+        rule = fw.RULES[name].replace(timing=timing)
+        problem = draw(rule, B=2, H=4, T=44, K=800, V=2)
+        expected = run(attend(rule, "recurrent", **keywords), problem)
+        for chunk_size in (2, 5):
+            result = run(attend(rule, "chunk", chunk_size, **keywords), problem)
+            check(result, expected, torch.float64, f"{name} {chunk_size} {list(keywords)}")
+
+
 @pytest.mark.parametrize(("form", "chunk_size"), [*FEW_FORMS, ("chunk", 16)])
 @pytest.mark.parametrize("pairing", ["next-latent", "same-step"])
 @pytest.mark.parametrize("name", RULES)
