@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from fastweight.memory.backward import exact_backward
 from fastweight.memory.decay import Crossing, decays
 from fastweight.memory.slabs import flat, slabs
 from fastweight.memory.window import Band
@@ -40,13 +40,13 @@ class Additive(torch.autograd.Function):
         states = S.new_empty(*q.shape[:2], *S.shape[1:])
         for part in slabs(q):
             inputs = flat(part, q, x, y, gain, log_decay, o, states)
-            S = _forward(*inputs, S, window and window.part(part, len(S)), read_before)
+            S = _forward(inputs, S, window and window.part(part, len(S)), read_before)
         ctx.save_for_backward(q, x, y, gain, log_decay, states)
         ctx.window, ctx.read_before = window, read_before
         return o, S
 
     @staticmethod
-    @once_differentiable
+    @exact_backward
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, x, y, gain, log_decay, states = ctx.saved_tensors
         do, dS = grads[0].contiguous(), grads[1]
@@ -58,19 +58,9 @@ class Additive(torch.autograd.Function):
         return *results, dS, None, None
 
 
-def _forward(
-    Q: Tensor,
-    X: Tensor,
-    Y: Tensor,
-    g: Tensor,
-    log_decay: Tensor,
-    O: Tensor,
-    states: Tensor,
-    S: Tensor,
-    window: Band | None,
-    read_before: bool,
-) -> Tensor:
+def _forward(inputs: list[Tensor], S: Tensor, window: Band | None, read_before: bool) -> Tensor:
     """Some chunks in a row: writes O and the start states, returns the last state."""
+    Q, X, Y, g, log_decay, O, states = inputs
     decay = decays(log_decay, read_before, None)
     c = _spread((decay.rest * g)[:, None], window).mT  # [M, J, 1]
     added = torch.bmm((X * c).mT, Y)

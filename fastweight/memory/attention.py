@@ -6,7 +6,7 @@ nothing: with unnormalised keys and a direct step, eta |x|^2 must stay below 2 f
 is the caller's business (the layer normalises q and k). Keys come unshifted: the op pairs.
 """
 
-import logging
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -20,16 +20,40 @@ from fastweight.memory.rules import Rule, rule_of
 from fastweight.memory.state import State
 from fastweight.memory.writes import make_writes
 
-_log = logging.getLogger("fastweight")
-
 DELTA_RULE = Rule("delta-rule", "regression", pairing="same-step", step="direct")
 LINEAR_ATTENTION = Rule("linear-attention", "inner-product", pairing="same-step", step="direct")
 
 
-class _Choice(NamedTuple):
+class _Inputs(NamedTuple):
+    """What the op reads at every token, in its own layouts."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    beta: Tensor | None
+    lam: Tensor | None
+    log_decay: Tensor | None
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> "_Inputs":
+        return _Inputs(*(None if t is None else change(t) for t in self))  # type: ignore[arg-type]
+
+
+class _Call(NamedTuple):
+    """How the op is to be computed."""
+
+    rule: Rule
     form: str
     backend: str
     chunk_size: int | None
+
+
+class _Sequence(NamedTuple):
+    """Where the tokens come from and what is to come back."""
+
+    initial_state: State | Tensor | None
+    output_final_state: bool
+    cu_seqlens: Tensor | None
+    mask: Tensor | None
 
 
 def fast_weight_attention(
@@ -75,8 +99,9 @@ def fast_weight_attention(
     checks.check_qkv(q, k, v)
     checks.check_gate("beta", beta, v, column=rule.gain == "column")
     checks.check_gate("lam", lam, v)
-    choice = _Choice(form, backend, chunk_size)
-    return _attend(q, k, v, beta, lam, None, rule, choice, initial_state, output_final_state, cu_seqlens, mask)
+    call = _Call(rule, form, backend, chunk_size)
+    sequence = _Sequence(initial_state, output_final_state, cu_seqlens, mask)
+    return _attend(_Inputs(q, k, v, beta, lam, None), call, sequence)
 
 
 def delta_rule(
@@ -103,9 +128,10 @@ def delta_rule(
     checks.check_qkv(q, k, v)
     checks.check_gate("beta", beta, v)
     checks.check_gate("log_decay", log_decay, v)
-    choice = _Choice(form, backend, chunk_size)
+    call = _Call(DELTA_RULE, form, backend, chunk_size)
+    sequence = _Sequence(initial_state, output_final_state, cu_seqlens, mask)
     decay = torch.zeros_like(v[..., 0]) if log_decay is None else log_decay
-    return _attend(q, k, v, beta, None, decay, DELTA_RULE, choice, initial_state, output_final_state, cu_seqlens, mask)
+    return _attend(_Inputs(q, k, v, beta, None, decay), call, sequence)
 
 
 def linear_attention(
@@ -130,10 +156,10 @@ def linear_attention(
     """
     checks.check_qkv(q, k, v)
     checks.check_gate("log_decay", log_decay, v)
-    choice = _Choice(form, backend, chunk_size)
+    call = _Call(LINEAR_ATTENTION, form, backend, chunk_size)
+    sequence = _Sequence(initial_state, output_final_state, cu_seqlens, mask)
     decay = torch.zeros_like(v[..., 0]) if log_decay is None else log_decay
-    rule = LINEAR_ATTENTION
-    return _attend(q, k, v, None, None, decay, rule, choice, initial_state, output_final_state, cu_seqlens, mask)
+    return _attend(_Inputs(q, k, v, None, None, decay), call, sequence)
 
 
 def step(
@@ -147,48 +173,44 @@ def step(
     *,
     mask_t: Bool[Tensor, " B"] | None = None,
 ) -> tuple[Float[Tensor, "B H V"], State]:
-    """One token of `fast_weight_attention`: o_t and the next State, the old one untouched (SPEC section 6, recurrent)."""
+    """One token of `fast_weight_attention`: o_t and the next State, the old one untouched (SPEC section 6)."""
     for name, value, axes in (("q_t", q_t, 3), ("k_t", k_t, 3), ("v_t", v_t, 3)):
         if not isinstance(value, Tensor) or value.ndim != axes:
             got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             checks.fail(name, got, "a tensor of 3 axes [batch, heads, width]")
-    one = [None if part is None else part[:, None] for part in (q_t, k_t, v_t, beta_t, lam_t, mask_t)]
-    q, k, v, beta, lam, mask = one
-    o, new = fast_weight_attention(
-        q,
-        k,
-        v,
-        beta,
-        lam,
-        rule,
-        form="recurrent",
-        initial_state=state,
-        output_final_state=True,
-        mask=mask,  # type: ignore
-    )
-    assert new is not None, "output_final_state was asked for"
+    rule = rule_of(rule)
+    inputs = _Inputs(q_t, k_t, v_t, beta_t, lam_t, None).map(lambda t: t[:, None])
+    checks.check_qkv(inputs.q, inputs.k, inputs.v)
+    checks.check_gate("beta_t", inputs.beta, inputs.v, column=rule.gain == "column")
+    checks.check_gate("lam_t", inputs.lam, inputs.v)
+    mask = None if mask_t is None else mask_t[:, None]
+    o, new = _attend(inputs, _Call(rule, "recurrent", "auto", None), _Sequence(state, True, None, mask))
+    assert new is not None, "the state was asked for"
     return o[:, 0], new
 
 
-def _attend(q, k, v, beta, lam, log_decay, rule, choice, initial_state, output_final_state, cu_seqlens, mask):
+def _attend(inputs: _Inputs, call: _Call, sequence: _Sequence) -> tuple[Tensor, State | None]:
     """The op after its gates are checked: packing around `_dense`, dtypes in and out."""
-    checks.check_choice("form", choice.form, checks.FORMS)
-    checks.check_choice("backend", choice.backend, checks.BACKENDS)
-    checks.check_chunk_size(choice.chunk_size)
+    v, cu_seqlens, mask = inputs.v, sequence.cu_seqlens, sequence.mask
+    checks.check_choice("form", call.form, checks.FORMS)
+    checks.check_choice("backend", call.backend, checks.BACKENDS)
+    checks.check_chunk_size(call.chunk_size)
     checks.check_mask(mask, v)
     checks.check_cu_seqlens(cu_seqlens, v)
     N = len(v) if cu_seqlens is None else len(cu_seqlens) - 1
-    checks.check_state(initial_state, k, v, rule, N)
-    inputs = [t for t in (q, k, v, beta, lam, log_decay) if t is not None]
-    dtype = torch.float64 if any(t.dtype == torch.float64 for t in inputs) else torch.float32
-    state = _start(initial_state, rule, N, k, v, dtype)
+    checks.check_state(sequence.initial_state, inputs.k, v, call.rule, N)
+    if call.backend == "triton":
+        checks.fail("backend", "'triton'", "'torch' or 'auto': there is no kernel for this call yet")
+    double = any(t is not None and t.dtype == torch.float64 for t in inputs)
+    dtype = torch.float64 if double else torch.float32
+    state = _start(sequence.initial_state, call.rule, N, inputs.k, v, dtype)
     with torch.autocast(v.device.type, enabled=False):
-        cast = [None if t is None else t.to(dtype) for t in (q, k, v, beta, lam, log_decay)]
+        inputs = inputs.map(lambda t: t.to(dtype))
         if cu_seqlens is None:
-            o, state = _dense(*cast, rule, choice, state, mask)
+            o, state = _dense(inputs, call, state, mask)
         else:
-            o, state = _packed(*cast, rule, choice, state, mask, cu_seqlens)
-    return o.to(v.dtype), state if output_final_state else None
+            o, state = _packed(inputs, call, state, mask, cu_seqlens)
+    return o.to(v.dtype), state if sequence.output_final_state else None
 
 
 def _start(initial: State | Tensor | None, rule: Rule, N: int, k: Tensor, v: Tensor, dtype: torch.dtype) -> State:
@@ -198,53 +220,57 @@ def _start(initial: State | Tensor | None, rule: Rule, N: int, k: Tensor, v: Ten
     return State.fresh(S.to(dtype), rule, num_key_heads=k.shape[2])
 
 
-def _packed(q, k, v, beta, lam, log_decay, rule, choice, state, mask, cu_seqlens):
+def _packed(
+    inputs: _Inputs, call: _Call, state: State, mask: Tensor | None, cu_seqlens: Tensor
+) -> tuple[Tensor, State]:
     """Every bucket of sequences as a dense batch; outputs and states back in order."""
     if len(cu_seqlens) == 1:
-        return torch.zeros_like(v), state
+        return torch.zeros_like(inputs.v), state
     found = packing.buckets(cu_seqlens)
     outputs, states = [], []
     for bucket in found:
-        inner = bucket.take(mask)
-        if inner is not None and bucket.mask is not None:
-            inner = inner & bucket.mask
-        rows = [bucket.take(t) for t in (q, k, v, beta, lam, log_decay)]
-        o, new = _dense(*rows, rule, choice, state.index_select(bucket.rows), bucket.mask if inner is None else inner)
+        real = bucket.mask
+        if mask is not None:
+            real = bucket.take(mask) if real is None else bucket.take(mask) & real
+        o, new = _dense(inputs.map(bucket.take), call, state.index_select(bucket.rows), real)
         outputs.append(o)
         states.append(new)
     back = torch.cat([bucket.rows for bucket in found]).argsort()
     return packing.merge(outputs, found), State.cat(states).index_select(back)
 
 
-def _hide(gate: Tensor | None, mask: Tensor) -> Tensor | None:
-    return None if gate is None else gate.masked_fill(~mask.reshape(*mask.shape, *(1,) * (gate.ndim - 2)), 0)
-
-
-def _dense(q, k, v, beta, lam, log_decay, rule, choice, state, mask):
+def _dense(inputs: _Inputs, call: _Call, state: State, mask: Tensor | None) -> tuple[Tensor, State]:
     """B rows of T tokens after B states, everything in one float dtype."""
-    T = v.shape[1]
-    if v.numel() == 0:
-        return torch.zeros_like(v), state
+    rule, T = call.rule, inputs.v.shape[1]
+    if inputs.v.numel() == 0:
+        return torch.zeros_like(inputs.v), state
     if mask is not None:
-        # A masked token may hold anything, NaN included: 0 * NaN must not reach the memory.
-        hidden = ~mask[..., None, None]
-        k, v = k.masked_fill(hidden, 0), v.masked_fill(hidden, 0)
-        beta, lam, log_decay = (_hide(gate, mask) for gate in (beta, lam, log_decay))
-    writes, boundary = make_writes(k, v, beta, lam, rule, state, mask, log_decay)
+        inputs = _hide(inputs, ~mask)
+    writes, boundary = make_writes(*inputs[1:5], rule, state, mask, inputs.log_decay)
     S = state.S
     if rule.read == "normalized":
         # The normaliser z is one more value column whose target is 1 (appendix C.1).
         writes = writes._replace(y=torch.cat((writes.y, torch.ones_like(writes.y[..., :1])), dim=-1))
         S = torch.cat((S, state.z[..., None]), dim=-1)
-    form = choice.form if choice.form != "auto" else "recurrent" if T == 1 else "chunk"
+    form = call.form if call.form != "auto" else "recurrent" if T == 1 else "chunk"
     if form == "recurrent":
-        o, S = recurrent(q, writes, S, rule.timing)
+        o, S = recurrent(inputs.q, writes, S, rule.timing)
     else:
-        o, S = block(q, writes, S, rule.timing, T if form == "masked" else choice.chunk_size)
+        o, S = block(inputs.q, writes, S, rule.timing, T if form == "masked" else call.chunk_size)
     if rule.read == "normalized":
         boundary = boundary._replace(z=S[..., -1])
-        S, below = S[..., :-1], o[..., -1:]
-        # Sign-stable: |den| >= read_eps, equal to the paper's z^T q + eps for nonnegative features.
-        below = torch.where(below >= 0, below + rule.read_eps, below - rule.read_eps)
-        o = o[..., :-1] / torch.where(below == 0, 1, below)
+        o, S = _divide(o, rule.read_eps), S[..., :-1]
     return o, boundary._replace(S=S)
+
+
+def _hide(inputs: _Inputs, hidden: Bool[Tensor, "B T"]) -> _Inputs:
+    """0 in all that writes, at masked tokens: they may hold anything, and 0 * NaN must not reach the memory."""
+    clean = inputs.map(lambda t: t.masked_fill(hidden.reshape(*hidden.shape, *(1,) * (t.ndim - 2)), 0))
+    return clean._replace(q=inputs.q)
+
+
+def _divide(o: Float[Tensor, "B T H V+1"], eps: float) -> Float[Tensor, "B T H V"]:
+    """The normalised read. Sign-stable: the paper's z^T q + eps for nonnegative features, and never within eps of 0."""
+    below = o[..., -1:]
+    below = torch.where(below >= 0, below + eps, below - eps)
+    return o[..., :-1] / torch.where(below == 0, 1, below)

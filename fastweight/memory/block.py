@@ -1,8 +1,8 @@
-"""Masked and chunk forms: cuts the tokens into chunks, hands them to the engine of the algebraic class, joins them again.
+"""Masked and chunk forms: cuts the tokens into chunks and hands them to the engine of the algebraic class.
 
-The masked form is one chunk of T tokens, the chunk form chunks of C with the state carried between; nothing else differs.
-Layout inside: [n, N, C, D] with n chunks first, N = B H sequences of one head. Chunk sizes were chosen by measurement on
-two CPU cores; a window rule takes short chunks because its system has C R rows.
+The masked form is one chunk of T tokens, the chunk form chunks of C with the state carried between; nothing else
+differs. Layout inside: [n, N, C, D] with n chunks first, N = B H sequences of one head. Chunk sizes were chosen by
+measurement on two CPU cores; a window rule takes short chunks because its system has C R rows.
 """
 
 import torch
@@ -64,7 +64,7 @@ def _per_head(z: Float[Tensor, "B T Hk D"], H: int) -> Float[Tensor, "B T H D"]:
 
 
 def _chunks(z: Tensor, C: int) -> Tensor:
-    """[B, T, H, ...] -> contiguous [n, B H, C, ...]; the last chunk is padded with zeros (gain 0: no write, carry 1)."""
+    """[B, T, H, ...] -> contiguous [n, B H, C, ...]; the last chunk is padded with 0 (no write, carry 1)."""
     short = -z.shape[1] % C
     if short:
         z = torch.cat((z, z.new_zeros(z.shape[0], short, *z.shape[2:])), dim=1)

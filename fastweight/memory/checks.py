@@ -1,6 +1,7 @@
-"""Every complaint about arguments of the op in one place: ValueError with the argument, what was got, what is expected."""
+"""Every complaint about arguments of the op: ValueErrors that name the argument, what was got, what is expected."""
 
-from typing import Any
+from itertools import pairwise
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ BACKENDS = ("auto", "torch", "triton")
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-def fail(name: str, got: Any, expected: str) -> None:
+def fail(name: str, got: Any, expected: str) -> NoReturn:
     raise ValueError(f"{name}: got {got}, expected {expected}")
 
 
@@ -78,7 +79,7 @@ def check_cu_seqlens(cu_seqlens: Tensor | None, v: Tensor) -> None:
     if B != 1:
         fail("cu_seqlens", f"a batch of {B}", "batch 1: packed sequences lie one after another in one row")
     bounds = cu_seqlens.tolist()
-    if not bounds or bounds[0] != 0 or bounds[-1] != T or any(a > b for a, b in zip(bounds, bounds[1:], strict=False)):
+    if not bounds or bounds[0] != 0 or bounds[-1] != T or any(a > b for a, b in pairwise(bounds)):
         fail(
             "cu_seqlens",
             bounds if len(bounds) < 9 else f"{bounds[:4]} ... {bounds[-4:]}",

@@ -1,8 +1,8 @@
 """Rules with a gain per value column, falcon-2 and falcon-2a: substitution on the shared Gram matrix (KERNELS 5.2).
 
-Every column has its own decay, so nothing of size C x C can be inverted once for all. But columns couple through the one
-matrix X X^T only: inside a sub-block of up to SUB tokens the recurrence is run as it stands, on vectors over all blocks,
-heads and columns at once,
+Every column has its own decay, so nothing of size C x C can be inverted once for all. But columns couple through the
+one matrix X X^T only: inside a sub-block of up to SUB tokens the recurrence is run as it stands, on vectors over all
+blocks, heads and columns at once,
 
     r_t = y_t - residual_t .* (X S)_t - sum_{s<t} G_ts z_s      z_s: what token s wrote, decayed up to t - 1
     z_s <- carry_t .* z_s,   z_t = gain_t .* r_t,   o_t = read_t .* (Q S)_t + sum_{s<=t} P_ts z_s
@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from fastweight.memory.backward import exact_backward
 from fastweight.memory.slabs import flat, slabs
 from fastweight.memory.writes import Residual
 
@@ -44,15 +44,18 @@ def column_block(
     outputs = []
     # unbind, not indexing: the backward of n slices would fill n tensors of full size.
     for chunk in zip(*(z.unbind(0) for z in (q, x, y, gain, log_decay)), strict=True):
-        o, S = _long_chunk(*chunk, S, read_before, regression)
+        o, S = _long_chunk(list(chunk), S, read_before, regression)
         outputs.append(o)
     return torch.stack(outputs), S
 
 
-def _long_chunk(q, x, y, gain, log_decay, S, read_before: bool, regression: bool) -> tuple[Tensor, Tensor]:
+def _long_chunk(
+    chunk: list[Float[Tensor, "N C _"]], S: Tensor, read_before: bool, regression: bool
+) -> tuple[Tensor, Tensor]:
     """One chunk of several sub-blocks: each passes on its writes by X X^T and Q X^T."""
-    G, P = torch.bmm(x, x.mT), torch.bmm(q, x.mT)
-    seen, read = torch.bmm(x, S), torch.bmm(q, S)  # rows of later sub-blocks against the state at the block's start
+    q, x, y, gain, log_decay = chunk
+    G, P = _product(x, x.mT), _product(q, x.mT)
+    seen, read = _product(x, S), _product(q, S)  # rows of later sub-blocks against the state at the block's start
     total = torch.ones_like(S[:, :1])
     outputs, written = [], y[:, :0]
     starts = range(0, y.shape[1], SUB)
@@ -62,11 +65,30 @@ def _long_chunk(q, x, y, gain, log_decay, S, read_before: bool, regression: bool
         o, new = ColumnLocal.apply(seen[:, :b], read[:, :b], *parts, *local, read_before, regression)  # type: ignore
         outputs.append(o)
         carry = parts[2].sum(dim=1, keepdim=True).exp()
-        seen = torch.baddbmm(carry * seen[:, b:], G[:, i + b :, i : i + b], new)
-        read = torch.baddbmm(carry * read[:, b:], P[:, i + b :, i : i + b], new)
+        seen = carry * seen[:, b:] + _product(G[:, i + b :, i : i + b], new)
+        read = carry * read[:, b:] + _product(P[:, i + b :, i : i + b], new)
         written = torch.cat((carry * written, new), dim=1)
         total = total * carry
-    return torch.cat(outputs, dim=1), torch.baddbmm(total * S, x.mT, written)
+    return torch.cat(outputs, dim=1), total * S + _product(x.mT, written)
+
+
+class _Product(torch.autograd.Function):
+    """torch.bmm whose gradient does not depend on autocast."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(a, b)
+        return torch.bmm(a, b)
+
+    @staticmethod
+    @exact_backward
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        a, b = ctx.saved_tensors
+        return torch.bmm(grads[0], b.mT), torch.bmm(a.mT, grads[0])
+
+
+def _product(a: Float[Tensor, "N i j"], b: Float[Tensor, "N j k"]) -> Float[Tensor, "N i k"]:
+    return _Product.apply(a, b)  # type: ignore[return-value]
 
 
 class _Factors(NamedTuple):
@@ -154,7 +176,7 @@ def _local_backward(
     carry: Tensor,
     read_before: bool,
 ) -> _Local:
-    """The recurrence in reverse. dW: gradient of the writes decayed to the block's end; gain, G: None without residual."""
+    """The recurrence in reverse. dW: gradient of the writes decayed to the block's end; no gain and G: no residual."""
     history = _decayed(U, carry)
     dP, dG = torch.zeros_like(P), torch.zeros_like(P)
     dU, dcarry = torch.empty_like(U), torch.zeros_like(U)
@@ -201,7 +223,8 @@ def _from_start(value: Float[Tensor, "M C V"], before: bool) -> Float[Tensor, "M
 
 
 class ColumnLocal(torch.autograd.Function):
-    """One sub-block against given reads of the state: (seen, read, y, gain, log_decay, G, P) -> (o, writes at its end)."""
+    """One sub-block against given reads of the state: (seen, read, y, gain, log_decay, G, P) -> (o, writes at its
+    end)."""
 
     @staticmethod
     def forward(ctx: Any, seen, read, y, gain, log_decay, G, P, read_before: bool, regression: bool):
@@ -214,7 +237,7 @@ class ColumnLocal(torch.autograd.Function):
         return O, U * f.rest
 
     @staticmethod
-    @once_differentiable
+    @exact_backward
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         seen, read, R, gain, log_decay, G, P = ctx.saved_tensors
         read_before, regression = ctx.flags
@@ -251,7 +274,7 @@ class ColumnScan(torch.autograd.Function):
         return o, S
 
     @staticmethod
-    @once_differentiable
+    @exact_backward
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, x, R, gain, log_decay, states = ctx.saved_tensors
         do, dS = grads[0].contiguous(), grads[1]
@@ -317,19 +340,17 @@ def _scan_back(
     read_before: bool,
 ) -> tuple[Tensor, Tensor]:
     """The serial part backwards: the gradient of every chunk's end state, and of the first start state."""
-    N = len(dS)
-    ends = torch.empty_like(dS_read)
-    if G is not None:
-        T = _solution(G, g, f.carry)
-        dR_read, write = g * _read_adjoint(P, dO, f.carry, read_before), g * f.rest
-        minus = -f.residual
+    N, ends = len(dS), torch.empty_like(dS_read)
+    T = None if G is None else _solution(G, g, f.carry)
+    dR_read = None if G is None else g * _read_adjoint(P, dO, f.carry, read_before)
+    write, minus = g * f.rest, -f.residual
     for i in reversed(range(len(X) // N)):
         at = slice(i * N, (i + 1) * N)
         ends[at] = dS
-        if G is None:
-            dS = torch.addcmul(dS_read[at], f.total[at], dS)
-            continue
-        dR = torch.addcmul(dR_read[at], write[at], torch.bmm(X[at], dS))
-        dE = (T[at] * dR[:, :, None]).sum(1)
-        dS = torch.baddbmm(torch.addcmul(dS_read[at], f.total[at], dS), X[at].mT, minus[at] * dE)
+        through = torch.addcmul(dS_read[at], f.total[at], dS)
+        if T is not None and dR_read is not None:
+            dR = torch.addcmul(dR_read[at], write[at], torch.bmm(X[at], dS))
+            dE = (T[at] * dR[:, :, None]).sum(1)
+            through.baddbmm_(X[at].mT, minus[at] * dE)
+        dS = through
     return ends, dS

@@ -1,9 +1,9 @@
 """Decay inside a chunk: factors that never exceed 1, and gradients that never cancel.
 
-With u_t the sum of log_decay up to t inside the chunk, everything decays by exp(a_t - u_s) with s before t, where a is u
-itself ("up to and with t") or u_{t-1} ("up to the token before"; the same factors one row later). The exponent is masked
-before exp is taken. At strong decay u reaches hundreds, where a float32 difference would lose digits: sums are taken in
-float64, and the differences too unless all of them are small.
+With u_t the sum of log_decay up to t inside the chunk, everything decays by exp(a_t - u_s) with s before t, where a is
+u itself ("up to and with t") or u_{t-1} ("up to the token before"; the same factors one row later). The exponent is
+masked before exp is taken. At strong decay u reaches hundreds, where a float32 difference would lose digits: sums are
+taken in float64, and the differences too unless all of them are small.
 
 The gradient of log_decay_r is the sum of everything that decays across r: a rectangle of rows t >= r and columns s < r.
 It is summed as such. The usual shortcut (row sums minus column sums, then a reverse cumulative sum) subtracts large
@@ -32,6 +32,12 @@ class Decay(NamedTuple):
     reads: Float[Tensor, "M C C"]
     residual: Float[Tensor, "M C"] | None
     couples: Float[Tensor, "M C C"] | None
+
+    def of_residual(self) -> tuple[Float[Tensor, "M C"], Float[Tensor, "M C C"]]:
+        """residual and couples, for a rule that has them."""
+        assert self.residual is not None, "decays was not asked for the residual's factors"
+        assert self.couples is not None, "decays was not asked for the residual's factors"
+        return self.residual, self.couples
 
 
 def decays(log_decay: Float[Tensor, "M C"], read_before: bool, residual_before: bool | None) -> Decay:

@@ -10,6 +10,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from fastweight.memory.backward import exact_backward
+
 _FEW = 256  # matrices up to which LAPACK is quicker on a CPU
 _SWEEPS = 12  # cyclic Jacobi converges quadratically; windows up to 16 need 4 to 8 sweeps in float64
 
@@ -43,6 +45,7 @@ class _TopEigenvalue(torch.autograd.Function):
         return value
 
     @staticmethod
+    @exact_backward
     def backward(ctx, *grads: Tensor) -> tuple[Tensor, None]:
         (vector,) = ctx.saved_tensors
         # An off-diagonal entry stands for two entries of the matrix, hence the factor 2.

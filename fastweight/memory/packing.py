@@ -14,15 +14,15 @@ from torch import Tensor
 
 
 class Bucket(NamedTuple):
-    """Some sequences as a padded batch. rows: which sequences [M]. index: their tokens [M, L]. mask: None if all real."""
+    """Some sequences as a padded batch. rows: which ones [M]. tokens: their places [M, L]. mask: None if all real."""
 
     rows: Int[Tensor, " M"]
-    index: Int[Tensor, "M L"]
+    tokens: Int[Tensor, "M L"]
     mask: Bool[Tensor, "M L"] | None
 
-    def take(self, packed: Tensor | None) -> Tensor | None:
+    def take(self, packed: Tensor) -> Tensor:
         """The tokens of this bucket, [1, T, ...] -> [M, L, ...]."""
-        return None if packed is None else packed[0][self.index]
+        return packed[0][self.tokens]
 
 
 def buckets(cu_seqlens: Int[Tensor, " N+1"]) -> list[Bucket]:
@@ -49,8 +49,8 @@ def merge(parts: list[Tensor], found: list[Bucket]) -> Tensor:
     """The inverse of `Bucket.take` over all buckets: [M, L, ...] each -> [1, T, ...]."""
     flat, places = [], []
     for part, bucket in zip(parts, found, strict=True):
-        keep = bucket.mask if bucket.mask is not None else torch.ones_like(bucket.index, dtype=torch.bool)
+        keep = bucket.mask if bucket.mask is not None else torch.ones_like(bucket.tokens, dtype=torch.bool)
         flat.append(part[keep])
-        places.append(bucket.index[keep])
+        places.append(bucket.tokens[keep])
     order = torch.cat(places).argsort()
     return torch.cat(flat)[order][None]

@@ -1,6 +1,6 @@
 """The equation one token at a time, literally: the judge of every other form.
 
-    residual_r = y_r - S^T x_r      with S = S_{t-1} ("before-decay") or S = gamma_t S_{t-1} ("after-decay"); y_r for "none"
+    residual_r = y_r - S^T x_r      S is S_{t-1} ("before-decay") or gamma_t S_{t-1} ("after-decay"); y_r for "none"
     S_t        = gamma_t S_{t-1} + sum_r x_r (gain_t .* residual_r)^T
     o_t        = S_t^T q_t          or S_{t-1}^T q_t when reading before the write
 
@@ -37,7 +37,7 @@ def recurrent(
             x, y = features[r][:, t], targets[r][:, t]
             if writes.residual != "none":
                 y = y - read(S if writes.residual == "before-decay" else kept, x)
-            weight = gain[:, t] if writes.count is None else gain[:, t] * (r < writes.count[:, t])[:, None, None]
+            weight = gain[:, t] if writes.live is None else gain[:, t] * (r < writes.live[:, t])[:, None, None]
             new = new + x[..., None] * (weight * y)[..., None, :]
         S = new
         if timing == "read-after-write":
@@ -47,5 +47,5 @@ def recurrent(
 
 
 def read(S: Float[Tensor, "B H K V"], q: Float[Tensor, "B H K"]) -> Float[Tensor, "B H V"]:
-    """S^T q per head."""
-    return torch.einsum("bhkv,bhk->bhv", S, q)
+    """S^T q per head; no matrix product, so that neither autocast nor tf32 can touch the judge."""
+    return (S * q[..., None]).sum(dim=-2)

@@ -29,8 +29,8 @@ class Rule:
         window: number R of recent pairs in each step (1 = the current pair only).
         pairing: "next-latent" pairs the previous token's key with this token's value; "same-step" this token's own key.
         timing: whether o_t reads S_t ("read-after-write") or S_{t-1} ("read-before-write").
-        ridge: "absolute" means lam is lambda; "scaled" means lam is lambda-bar and lambda = lambda-bar * E.
-        step: "normalized" means beta is the dimensionless gain, eta = beta / (E + lambda + eps); "direct" means beta is eta.
+        ridge: "absolute": lam is lambda; "scaled": lam is lambda-bar and lambda = lambda-bar * E.
+        step: "normalized": beta is the dimensionless gain, eta = beta / (E + lambda + eps); "direct": beta is eta.
         eps: added to the denominator of the normalised step (feature energy units); > 0 when window > 1.
         decay_floor: smallest carry gamma (eps_gamma); the decay fraction is clamped to 1 - decay_floor.
         read: "normalized" divides the read by z^T q (appendix C.1); scalar inner-product rules only.

@@ -1,8 +1,8 @@
 """Chunks in groups that stay in cache.
 
-All chunks could be prepared in one batched call, but on a CPU the temporaries of a long sequence then stream through main
-memory many times over, and every allocation of that size costs page faults. A slab is a run of whole chunks with about
-SLAB numbers of q: enough for batched products, small enough for the cache. On a GPU one slab holds everything.
+All chunks could be prepared in one batched call, but on a CPU the temporaries of a long sequence then stream through
+main memory many times over, and every allocation of that size costs page faults. A slab is a run of whole chunks with
+about SLAB numbers of q: enough for batched products, small enough for the cache. On a GPU one slab holds everything.
 """
 
 import torch

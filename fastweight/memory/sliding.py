@@ -1,8 +1,8 @@
 """Regression rules with a window, chunk by chunk: falcon-3 (SPEC section 6, KERNELS 5.3).
 
 The unknowns are the residuals of the C R rows (token, pair of its window); rows of one token never couple. But all that
-enters are J = C + R - 1 targets Y and predictions F = X S of pairs, so the solved system is folded once into maps between
-pairs, and nothing of width K or V ever has C R rows:
+enters are J = C + R - 1 targets Y and predictions F = X S of pairs, so the solved system is folded once into maps
+between pairs, and nothing of width K or V ever has C R rows:
 
     T  = (I + (gram .* couples) Diag(gain))^-1       over rows; row factors repeat over the rows of a token
     B  = T [ E | -Diag(residual) E ]                 rows of R = B [Y; F], E selects the pair of a row
@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from fastweight.memory.backward import exact_backward
 from fastweight.memory.decay import Crossing, decays
 from fastweight.memory.slabs import flat, slabs
 from fastweight.memory.triangular import unit_lower_inverse
@@ -55,7 +55,7 @@ class Sliding(torch.autograd.Function):
         return o, S
 
     @staticmethod
-    @once_differentiable
+    @exact_backward
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, x, y, gain, log_decay, states, *inverses = ctx.saved_tensors
         do, dS = grads[0].contiguous(), grads[1]
@@ -96,10 +96,10 @@ def _maps(
 ) -> _Maps:
     """All of a chunk that does not depend on the state, for M chunks at once."""
     decay = decays(log_decay, read_before, residual_before)
-    assert decay.residual is not None and decay.couples is not None, "a regression rule has a residual"
+    residual, couples = decay.of_residual()
     R = window.size
-    gain, residual, rest = (z.repeat_interleave(R, dim=1)[..., None] for z in (g, decay.residual, decay.rest))
-    couples = decay.couples.repeat_interleave(R, dim=1).repeat_interleave(R, dim=2)
+    gain, residual, rest = (z.repeat_interleave(R, dim=1)[..., None] for z in (g, residual, decay.rest))
+    couples = couples.repeat_interleave(R, dim=1).repeat_interleave(R, dim=2)
     gram = window.columns(window.rows(torch.bmm(X, X.mT)))
     if T is None:
         T = unit_lower_inverse((gram * couples).mul_(gain.mT))

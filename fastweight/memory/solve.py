@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from fastweight.memory.backward import exact_backward
 from fastweight.memory.decay import Crossing, decays
 from fastweight.memory.slabs import flat, slabs
 from fastweight.memory.triangular import unit_lower_inverse
@@ -43,14 +43,14 @@ class Solve(torch.autograd.Function):
         kept: list[Tensor] = []
         for part in slabs(q):
             inputs = flat(part, q, x, y, gain, log_decay, o)
-            *saved, S = _forward(*inputs, S, read_before, residual_before)
-            kept += saved
+            T, R, states, S = _forward(inputs, S, read_before, residual_before)
+            kept += [T, R, states]
         ctx.save_for_backward(q, x, gain, log_decay, *kept)
         ctx.before = read_before, residual_before
         return o, S
 
     @staticmethod
-    @once_differentiable
+    @exact_backward
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, x, gain, log_decay, *kept = ctx.saved_tensors
         do, dS = grads[0].contiguous(), grads[1]
@@ -62,22 +62,15 @@ class Solve(torch.autograd.Function):
 
 
 def _forward(
-    Q: Tensor,
-    X: Tensor,
-    Y: Tensor,
-    g: Tensor,
-    log_decay: Tensor,
-    O: Tensor,
-    S: Tensor,
-    read_before: bool,
-    residual_before: bool,
+    inputs: list[Tensor], S: Tensor, read_before: bool, residual_before: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Some chunks in a row: writes O, returns T, R, the start states and the last one."""
+    Q, X, Y, g, log_decay, O = inputs
     decay = decays(log_decay, read_before, residual_before)
-    assert decay.residual is not None and decay.couples is not None, "a regression rule has a residual"
-    T = unit_lower_inverse(torch.bmm(X, X.mT).mul_(decay.couples).mul_(g[:, None]))
+    residual, couples = decay.of_residual()
+    T = unit_lower_inverse(torch.bmm(X, X.mT).mul_(couples).mul_(g[:, None]))
     R, states = torch.empty_like(Y), S.new_empty(len(X), *S.shape[1:])
-    seen, written = X * decay.residual[..., None], (X * (g * decay.rest)[..., None]).mT
+    seen, written = X * residual[..., None], (X * (g * decay.rest)[..., None]).mT
     N, total = len(S), decay.total.view(-1, 1, 1)
     for i in range(len(X) // N):
         at = slice(i * N, (i + 1) * N)
@@ -102,9 +95,9 @@ def _backward(
     T, R, S = kept
     dQ, dX, dY, dgain, dlog = results
     decay = decays(log_decay, read_before, residual_before)
-    assert decay.residual is not None and decay.couples is not None, "a regression rule has a residual"
+    residual, couples = decay.of_residual()
     P = torch.bmm(Q, X.mT)
-    gain, read, residual, write = (z[..., None] for z in (g, decay.read, decay.residual, g * decay.rest))
+    gain, read, residual, write = (z[..., None] for z in (g, decay.read, residual, g * decay.rest))
 
     # U = gain .* R through the outputs of its own chunk, then through the chunks after it.
     dU = torch.bmm((P * decay.reads).mT, dO)
@@ -120,7 +113,7 @@ def _backward(
         dS = before
 
     dPU = torch.bmm(dO, (R * gain).mT).mul_(decay.reads)
-    coupled = torch.bmm(dY, R.mT).mul_(decay.couples)  # minus the gradient of (X X^T) Diag(gain)
+    coupled = torch.bmm(dY, R.mT).mul_(couples)  # minus the gradient of (X X^T) Diag(gain)
     dG = coupled * g[:, None]
     dOS, dYS, RdS = torch.bmm(dO, S.mT), torch.bmm(dY, S.mT), torch.bmm(R, dNext.mT)
     torch.bmm(dPU, X, out=dQ).addcmul_(dOS, read)
@@ -133,7 +126,7 @@ def _backward(
     crossing = Crossing(dPU.mul_(P), read_before)
     crossing.add_between(coupled.mul_(g[:, None]).neg_(), residual_before)
     crossing.add_from_start((Q * dOS).sum(-1).mul_(decay.read), read_before)
-    crossing.add_from_start((X * dYS).sum(-1).mul_(decay.residual).neg_(), residual_before)
+    crossing.add_from_start((X * dYS).sum(-1).mul_(residual[..., 0]).neg_(), residual_before)
     whole = torch.linalg.vecdot(S.flatten(1), dNext.flatten(1)).mul_(decay.total)
     dlog.copy_(crossing.gradient(to_end * g, whole))
     return dS

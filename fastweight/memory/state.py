@@ -18,8 +18,8 @@ class State(NamedTuple):
     """Memory of N sequences after some tokens. Widths as in memory/writes.py; unused parts have a zero-length axis.
 
     S: fast weights. z: normaliser of the normalised read (width 0 when the rule reads plainly).
-    key, has_key: key of the last unmasked token, and whether there was one (next-latent pairing writes nothing without).
-    tail_x, tail_y, tail_count: the last R-1 pairs, newest last, and how many of them are real.
+    key, has_key: key of the last unmasked token, and whether there was one (without, next-latent pairing writes
+    nothing). tail_x, tail_y, tail_count: the last R-1 pairs, newest last, and how many of them are real.
     """
 
     S: Float[Tensor, "N H K V"]

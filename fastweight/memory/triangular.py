@@ -1,8 +1,9 @@
 """Inverses of many small unit lower triangular matrices: substitution at the bottom, products above.
 
-(I + L)^-1 of a block [[A, 0], [B, D]] is [[A^-1, 0], [-D^-1 B A^-1, D^-1]]: blocks of up to 8 are inverted by substitution
-(on vectors over the whole batch), then merged pairwise by batched products. Every step is as stable as substitution;
-Neumann doubling (I - L)(I + L^2)... is not: for repeated keys its powers grow like binomials and float32 drowns.
+(I + L)^-1 of a block [[A, 0], [B, D]] is [[A^-1, 0], [-D^-1 B A^-1, D^-1]]: blocks of up to 8 are inverted by
+substitution (on vectors over the whole batch), then merged pairwise by batched products. Every step is as stable as
+substitution; Neumann doubling (I - L)(I + L^2)... is not: for repeated keys its powers grow like binomials and float32
+drowns.
 """
 
 import torch

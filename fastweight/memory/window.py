@@ -1,8 +1,8 @@
 """Where the pairs of a window sit inside a chunk, so that nothing with a K or V axis is copied R times.
 
-A chunk of C tokens touches J = C + R - 1 pairs. The rows of its system are (token t, pair of its window): C R of them, row
-(t, a) with a from the oldest (0) to the newest (R - 1). `columns` spreads pairs over rows along the last axis, `fold`
-adds rows up per pair. Two layouts share that interface:
+A chunk of C tokens touches J = C + R - 1 pairs. The rows of its system are (token t, pair of its window): C R of them,
+row (t, a) with a from the oldest (0) to the newest (R - 1). `columns` spreads pairs over rows along the last axis,
+`fold` adds rows up per pair. Two layouts share that interface:
 
     Band      pairs in order, one a token: row (t, a) is pair t + a, the same for every chunk
     Selected  masked tokens lie in between: a 0/1 matrix per chunk says which pair a row is

@@ -10,8 +10,8 @@ What comes out is the only thing that forms and kernels see:
 
     S_t = exp(log_decay_t) S_{t-1} + sum_r x_r ( gain_t .* ( y_r - [regression] S_{t-1}^T x_r ) )^T
 
-where r runs over the live pairs of token t. For a window the pairs lie in one stream, so that the window of a token is a
-run of neighbours and nothing is copied R times. Everything here is float32 or better, and autograd differentiates it.
+where r runs over the live pairs of token t. For a window the pairs lie in one stream, so that the window of a token is
+a run of neighbours and nothing is copied R times. Everything here is float32 or better, and autograd differentiates it.
 Traps: a token without a pair (the first of a sequence, a masked one) has gain 0 and log_decay 0 exactly; where the
 denominator of a step is 0 the step is 0, and its gradient too.
 """
@@ -33,14 +33,14 @@ class Pairs(NamedTuple):
     """The stream of (write feature, target) pairs and where each token's window lies in it.
 
     x, y: the stream; with a window its first R-1 entries are the tail of the state. slot: index of each token's newest
-    pair (None: token t has its own at R-1+t). count: live pairs of each token, newest first (None at window 1).
+    pair (None: token t has its own at R-1+t). live: pairs of each token's window, newest first (None at window 1).
     valid: whether the token writes (None: all do).
     """
 
     x: Float[Tensor, "B P Hk K"]
     y: Float[Tensor, "B P H V"]
     slot: Int[Tensor, "B T"] | None
-    count: Int[Tensor, "B T"] | None
+    live: Int[Tensor, "B T"] | None
     valid: Bool[Tensor, "B T"] | None
 
 
@@ -58,7 +58,7 @@ class Writes(NamedTuple):
     residual: Residual
     window: int
     slot: Int[Tensor, "B T"] | None
-    count: Int[Tensor, "B T"] | None
+    live: Int[Tensor, "B T"] | None
 
 
 def make_writes(
@@ -73,7 +73,7 @@ def make_writes(
 ) -> tuple[Writes, State]:
     """The writes of T tokens after `state`, and the boundary part of the next state (its S and z are still the old).
 
-    log_decay: given by the baselines that emit their own gates; beta is then the gain itself (section 4 of the contract).
+    log_decay: given by the baselines that emit their own gates; beta is then the gain itself.
     """
     pairs, boundary = pair(k, v, rule, state, mask)
     if log_decay is None:
@@ -83,9 +83,9 @@ def make_writes(
         gain = _only_valid(v.new_ones(v.shape[:3]) if beta is None else beta, pairs.valid)
         log_decay = _only_valid(log_decay, pairs.valid)
         residual = "after-decay" if rule.objective == "regression" else "none"
-    if pairs.count is not None:
-        gain = gain / pairs.count.clamp(min=1)[..., None]
-    writes = Writes(pairs.x, pairs.y, gain, log_decay, residual, rule.window, pairs.slot, pairs.count)
+    if pairs.live is not None:
+        gain = gain / pairs.live.clamp(min=1)[..., None]
+    writes = Writes(pairs.x, pairs.y, gain, log_decay, residual, rule.window, pairs.slot, pairs.live)
     return writes, boundary
 
 
@@ -95,6 +95,7 @@ def pair(k: Tensor, v: Tensor, rule: Rule, state: State, mask: Tensor | None) ->
     # What the state does not really hold must be 0 and get no gradient.
     held = state.key.masked_fill(~state.has_key[:, None, None], 0)
     keys = torch.cat((held[:, None].to(k.dtype), k), dim=1)  # [B, 1+T, Hk, K]
+    previous = None
     if mask is None:
         last, has_key = keys[:, -1], state.has_key | (T > 0)
     else:
@@ -103,7 +104,7 @@ def pair(k: Tensor, v: Tensor, rule: Rule, state: State, mask: Tensor | None) ->
         last, has_key = _take(keys, previous[:, -1:]).squeeze(1), state.has_key | mask.any(dim=1)
     if rule.pairing == "same-step":
         x, valid = k, mask
-    elif mask is None:
+    elif previous is None or mask is None:
         x = keys[:, :-1]
         valid = torch.cat((state.has_key[:, None], state.has_key.new_ones(()).expand(len(k), T - 1)), dim=1)
     else:
@@ -159,43 +160,44 @@ def step_and_decay(
 ) -> tuple[Tensor, Tensor]:
     """Realised step eta and log carry of every token, before the division by the window (sections 3 and 4).
 
-    eta = beta / (E + lambda + eps)    alpha = min(eta lambda, 1 - decay_floor)    log_decay = log1p(-alpha)
+        eta = beta / (E + lambda + eps)    alpha = min(eta lambda, 1 - decay_floor)    log_decay = log1p(-alpha)
+
+    In float64 whatever the inputs: near the floor 1 - alpha keeps few of the digits of a float32 alpha.
     """
-    groups = value_shape[2] // pairs.x.shape[2]
-    if beta is None:
-        beta = pairs.y.new_ones(value_shape[:3])
+    groups, dtype = value_shape[2] // pairs.x.shape[2], pairs.x.dtype
+    beta = (pairs.y.new_ones(value_shape[:3]) if beta is None else beta).double()
     energy = None
     if rule.step == "normalized" or (rule.ridge == "scaled" and lam is not None):
-        energy = statistic(pairs, rule).repeat_interleave(groups, dim=2)  # [B, T, H]
-    if rule.ridge == "scaled" and lam is not None and energy is not None:
-        # For a window the ridge follows the statistic without steering it (section 4).
-        lam = lam * (energy.detach() if rule.window > 1 else energy)
+        energy = statistic(pairs, rule).double().repeat_interleave(groups, dim=2)  # [B, T, H]
+    if lam is not None:
+        lam = lam.double()
+        if rule.ridge == "scaled" and energy is not None:
+            # For a window the ridge follows the statistic without steering it (section 4).
+            lam = lam * (energy.detach() if rule.window > 1 else energy)
     if rule.gain == "column":
         energy = None if energy is None else energy[..., None]
         lam = None if lam is None else lam[..., None]
         beta = (beta[..., None] if beta.ndim == 3 else beta).expand(value_shape)
-    if rule.step == "direct" or energy is None:
-        eta = beta
-    else:
+    eta = beta
+    if rule.step == "normalized" and energy is not None:
         below = energy + rule.eps if lam is None else energy + lam + rule.eps
         positive = below > 0
         eta = torch.where(positive, beta / torch.where(positive, below, 1), 0)
     eta = _only_valid(eta, pairs.valid)
     if lam is None:
-        return eta, torch.zeros_like(eta)
-    alpha = eta * lam
-    limit = 1 - rule.decay_floor
+        return eta.to(dtype), torch.zeros_like(eta, dtype=dtype)
+    alpha, limit = eta * lam, 1 - rule.decay_floor
     # Where the clamp acts, alpha is a constant: no gradient passes (torch.clamp would let it at equality).
     alpha = torch.where(alpha < limit, alpha, limit)
-    return eta, torch.log1p(-alpha)
+    return eta.to(dtype), torch.log1p(-alpha).to(dtype)
 
 
 def statistic(pairs: Pairs, rule: Rule) -> Float[Tensor, "B T Hk"]:
-    """E_t of section 3: |x|^2; over a window its mean (inner product) or the top eigenvalue of X X^T / B_t (regression)."""
+    """E_t of section 3: |x|^2; over a window its mean (inner product) or lambda_max(X X^T / B_t) (regression)."""
     x, R = pairs.x, rule.window
-    if pairs.count is None:
+    if pairs.live is None:
         return _dot(x, x)
-    count = pairs.count[..., None]
+    count = pairs.live[..., None]
     if rule.objective == "inner-product":
         energy = _dot(x, x)
         recent = [torch.where(r < count, recent_pair(energy, pairs.slot, R, r), 0) for r in range(R)]
