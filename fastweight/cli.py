@@ -30,7 +30,7 @@ RunDirs = Annotated[list[Path], typer.Argument(help="Run directories, or single 
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", help="Change one setting, as model.hidden_size=64. Repeatable.")
 ]
-Mixer = Annotated[str | None, typer.Option(help="Mixer of every layer, as falcon-3a or transformer.")]
+Mixer = Annotated[str | None, typer.Option(help="Mixer of every layer, as falcon-3a, falcon-3a.3 or transformer.")]
 
 
 def _console() -> Console:
@@ -52,7 +52,7 @@ def train_addition(
     from fastweight.recipes import load_recipe
 
     run = load_recipe(recipe, [*([f"model.mixer={mixer}"] if mixer else []), *(overrides or [])])
-    run_dir = out or Path("runs") / run.name / str(run.model.get("mixer", "default"))
+    run_dir = out or Path("runs") / run.name / (mixer or str(run.model.get("mixer", "default")))
     print(_train(run, run_dir, allow_changes, _console()))
 
 
@@ -102,6 +102,25 @@ def demo(
         run_dirs.append(out / mixer)
         _train(run, run_dirs[-1], False, console)
     _evaluate_addition(run_dirs, out, None, None, True)
+
+
+@app.command(
+    epilog="Example: fastweight bench --quick",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
+def bench(context: typer.Context) -> None:
+    """Time the memory on this CPU, after comparing values and gradients; needs a checkout of the repository.
+
+    Options are those of `python -m benchmarks.cpu`, which --help there lists.
+    """
+    import subprocess
+
+    checkout = Path(__file__).resolve().parent.parent
+    if not (checkout / "benchmarks" / "cpu.py").is_file():
+        raise ValueError(
+            f"bench: no benchmarks beside {checkout / 'fastweight'}, expected a checkout of the repository"
+        )
+    raise typer.Exit(subprocess.call([sys.executable, "-m", "benchmarks.cpu", *context.args], cwd=checkout))
 
 
 @app.command(epilog="Example: fastweight info")

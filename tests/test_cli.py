@@ -54,6 +54,7 @@ def run_main(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
 
 def test_the_commands_are_these() -> None:
     assert sorted(map(" ".join, commands())) == [
+        "bench",
         "demo",
         "eval addition",
         "generate",
@@ -141,6 +142,23 @@ def test_demo_trains_two_models_reports_and_does_not_train_twice(
     assert again.out == said.out
     assert run_main(monkeypatch, "eval", "addition", str(out / "transformer"), "--out", str(tmp_path / "one")) == 0
     assert "transformer" in (tmp_path / "one" / "addition.md").read_text()
+
+
+def test_bench_passes_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[list[str], Path]] = []
+
+    def call(words: list[str], cwd: Path) -> int:
+        calls.append((words, cwd))
+        return 3
+
+    monkeypatch.setattr("subprocess.call", call)
+    assert run_main(monkeypatch, "bench", "--quick", "--only", "falcon-1") == 3
+    ((words, cwd),) = calls
+    assert words[1:] == ["-m", "benchmarks.cpu", "--quick", "--only", "falcon-1"]
+    assert (cwd / "benchmarks" / "cpu.py").is_file()
+    monkeypatch.setattr("fastweight.cli.__file__", "/nowhere/fastweight/cli.py")
+    assert run_main(monkeypatch, "bench") == 2
+    assert len(calls) == 1
 
 
 def test_info_names_what_there_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

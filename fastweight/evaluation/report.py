@@ -112,7 +112,9 @@ def verdict(results: Sequence[ModelScores]) -> str:
     where = f"On sums of {first} to {order[0].scores[-1].width} digits after training on up to {first - 1}"
     seeds = "One training seed each: another seed can change this."
     if (means[order[0].name] or 0.0) < NOTHING:
-        return f"{where}, no model solves more than {percent(NOTHING)}% of the problems ({listed})."
+        digits = ", ".join(f"{r.name} {percent(r.mean('token', longer=True))}%" for r in order)
+        nothing = f"no model solves more than {percent(NOTHING)}% of the sums ({listed})"
+        return f"{where}, {nothing}; of the single digits they get right {digits} (guessing: 10%). {seeds}"
     if len(order) == 1:
         return f"{where}, {order[0].name} solves {percent(means[order[0].name])}% of the problems. {seeds}"
     return f"{where}, {_comparison(order, means)} ({listed}). {seeds}"

@@ -1,8 +1,10 @@
 """Recipe names or YAML files, with dotted overrides, into a checked `Run`.
 
 An unknown key is an error that lists the known ones, wherever it stands; a value of the wrong kind is an error that
-names the key. Traps: YAML reads 1e-3 (no dot) as text, so text that is a number is taken as one where a number is
-expected; `model` keys are checked against FastWeightConfig when the model is built (a recipe does not know it).
+names the key. A mixer may carry one of the paper's endings: falcon-1a.1 (l2, beta), .2 (l2, eta), .3 (RMSNorm, eta).
+Traps: YAML reads 1e-3 (no dot) as text, so text that is a number is taken as one where a number is expected; a mixer's
+ending wins over `qk_norm` and `step` set beside it; `model` keys are checked against FastWeightConfig when the model is
+built (a recipe does not know it).
 """
 
 import difflib
@@ -16,6 +18,13 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import yaml
 
 from fastweight.recipes.schema import Run
+
+# The paper's tables: how q and k are normalised, and whether the token emits beta (normalised step) or eta (direct).
+ENDINGS = {
+    "1": {"qk_norm": "l2", "step": "normalized"},
+    "2": {"qk_norm": "l2", "step": "direct"},
+    "3": {"qk_norm": "rms", "step": "direct"},
+}
 
 
 def recipe_names() -> list[str]:
@@ -35,12 +44,20 @@ def load_recipe(name: str, overrides: Iterable[str] = ()) -> Run:
     raw.setdefault("name", Path(name).stem)
     for override in overrides:
         _apply(raw, override)
+    _expand_mixer(raw.get("model"))
     return build_run(raw)
 
 
 def build_run(raw: Mapping[str, Any]) -> Run:
     """A checked Run from nested plain data; ValueError names the key that is unknown or wrong."""
     return _record(Run, raw, "")
+
+
+def _expand_mixer(model: Any) -> None:
+    """Turn a mixer name with one of the paper's endings, as falcon-3a.3, into the name and the settings it means."""
+    name, dot, ending = str(model.get("mixer", "") if isinstance(model, dict) else "").rpartition(".")
+    if dot and ending in ENDINGS:
+        model |= {"mixer": name, **ENDINGS[ending]}
 
 
 def _read(name: str) -> str:
