@@ -41,12 +41,13 @@ def random(*shape, seed=0):
 
 
 def seeded(module: nn.Module, seed: int = 0) -> nn.Module:
-    """The module in float64 with every parameter moved off its starting point, so that no gate is symmetric."""
+    """The module in float64, matrices drawn anew, vectors moved off their starting points (no gate is symmetric)."""
     generator = torch.Generator().manual_seed(seed)
     module = module.to(DTYPE)
     with torch.no_grad():
         for parameter in module.parameters():
-            parameter.add_(0.3 * torch.randn(parameter.shape, dtype=DTYPE, generator=generator))
+            noise = 0.4 * torch.randn(parameter.shape, dtype=DTYPE, generator=generator)
+            parameter.copy_(noise if parameter.ndim > 1 else parameter + noise)
     return module
 
 
@@ -320,7 +321,7 @@ class TestFastWeightAttention:
 
     def test_half_precision_keeps_a_float32_memory(self, name):
         layer = FastWeightAttention(8, 2, rule=name).bfloat16()
-        x = torch.randn(2, 9, 8, dtype=torch.bfloat16)
+        x = random(2, 9, 8).bfloat16()
         y, state = layer(x, output_state=True)
         y.float().sum().backward()
         assert (y.dtype, state.conv.dtype, state.memory.S.dtype) == (torch.bfloat16, torch.bfloat16, torch.float32)
@@ -374,11 +375,14 @@ class TestGatesAtTheStart:
 
 
 @pytest.mark.parametrize("name", ["falcon-1", "falcon-2", "falcon-3"])
-@pytest.mark.parametrize("step", ["normalized", "direct"])
-@pytest.mark.parametrize("feature_map", FEATURE_MAPS)
+@pytest.mark.parametrize(
+    ("step", "feature_map"),  # a normalised step may fit a tiny relu key with huge weights: exact, but not bounded
+    [("normalized", "identity"), ("normalized", "elu+1"), *(("direct", feature_map) for feature_map in FEATURE_MAPS)],
+)
 def test_regression_rules_stay_bounded_with_gates_wide_open(name, step, feature_map):
     rule = fw.RULES[name].replace(step=step, ridge="scaled")
-    layer = FastWeightAttention(8, 2, rule=rule, feature_map=feature_map, conv_width=0, lambda_scale=0.01).double()
+    layer = FastWeightAttention(8, 2, rule=rule, feature_map=feature_map, conv_width=0, lambda_scale=0.01)
+    layer = seeded(layer)
     nn.init.constant_(layer.step_gate.bias, 4.0)  # beta = 1.96
     nn.init.constant_(layer.lam_gate.bias, -4.0)
     _, state = layer(random(1, 600, 8).abs(), output_state=True)

@@ -31,13 +31,14 @@ SIZES = {"vocab_size": VOCAB, "hidden_size": 16, "num_hidden_layers": 2, "num_at
 
 
 def build(mixer="falcon-1", dtype=DTYPE, **options) -> FastWeightForCausalLM:
-    """A tiny model in evaluation mode, its parameters moved off their starting points."""
+    """A tiny model in evaluation mode, matrices drawn with a seed, vectors moved off their starting points."""
     config = FastWeightConfig(mixer=HYBRID if mixer == "hybrid" else mixer, **(SIZES | options))
     model = FastWeightForCausalLM(config).to(dtype)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(0.2 * torch.randn(parameter.shape, dtype=parameter.dtype, generator=generator))
+            noise = 0.2 * torch.randn(parameter.shape, dtype=parameter.dtype, generator=generator)
+            parameter.copy_(noise if parameter.ndim > 1 else parameter + noise)
     return model.eval()
 
 

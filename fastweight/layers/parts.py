@@ -19,8 +19,7 @@ def at_least_float32(x: Tensor) -> Tensor:
 
 def rms_normalize(x: Float[Tensor, "... d"], eps: float = 1e-6) -> Float[Tensor, "... d"]:
     """x / sqrt(mean x^2 + eps) over the last axis (section 4.1), no learned scale: squared length d, or 0 for x = 0."""
-    wide = at_least_float32(x)
-    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+    return F.rms_norm(x, x.shape[-1:], eps=eps).to(x.dtype)
 
 
 def l2_normalize(x: Float[Tensor, "... d"], eps: float = 1e-6) -> Float[Tensor, "... d"]:
@@ -56,7 +55,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Float[Tensor, "... d"]) -> Float[Tensor, "... d"]:
-        return rms_normalize(x, self.eps) * self.weight.to(x.dtype)
+        return F.rms_norm(x, x.shape[-1:], self.weight.to(x.dtype), self.eps).to(x.dtype)
 
 
 class Gate(nn.Module):
