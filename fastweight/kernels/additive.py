@@ -1,3 +1,4 @@
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false, reportOptionalMemberAccess=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false, reportReturnType=false
 """Scalar-gain inner-product rules in chunks: falcon-1a, falcon-3a and linear attention, with all gradients.
 
 A chunk is STRIDE = 64 - (R - 1) steps, worked on as 64 rows: the R - 1 pairs before it, which its first steps write
@@ -244,7 +245,7 @@ def backward_token(
         if WINDOW > 1:
             store_tile(halo_v, dy, chunk.to(tl.int64) * 16, i + HALO, h, cv, live & (i < 0), H, V, BV)
     pair = has_pair(unmasked, has_key, first, i, source, live, low, n)
-    through = 0.0
+    through = tl.zeros([BK], tl.float32)
     row_read = tl.zeros([64], tl.float32)
     for start in range(0, K, BK):
         ck = start + tl.arange(0, BK)
@@ -259,7 +260,7 @@ def backward_token(
             dS = tl.load(d_states + at_state + state_at, mask=in_state, other=0.0)
             do = load_tile(d_o, first, i, h, cv, own, H, V, BV)
             y = load_tile(v, first, i, h, cv, live, H, V, BV)
-            through += tl.sum(tl.sum(S.to(tl.float32) * dS.to(tl.float32), axis=1), axis=0)
+            through += tl.sum(S.to(tl.float32) * dS.to(tl.float32), axis=1)
             d_read = tl.dot(do, tl.trans(S), acc=d_read, input_precision=DOT)
             d_x = tl.dot(y, tl.trans(dS), acc=d_x, input_precision=DOT)
         d_read *= tl.exp2(g_read)[:, None]
@@ -275,7 +276,7 @@ def backward_token(
     later = (i + tl.minimum(high, 0))[:, None] - i[None, :]
     reads = later > 0 if BEFORE else later >= 0
     rest = tl.where(reads, row_read[:, None], 0.0) + tl.where(later < 0, (met * w)[:, None], 0.0)
-    d_log += tl.sum(rest, axis=0) + through * tl.exp2(g_last)
+    d_log += tl.sum(rest, axis=0) + tl.sum(through, axis=0) * tl.exp2(g_last)
     # Through memory, so that each thread goes on with one row instead of a copy of sixteen.
     shelf = scratch + 2 * line + first
     tl.store(shelf + i, d_log, mask=own)

@@ -1,3 +1,4 @@
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false, reportOptionalMemberAccess=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false, reportReturnType=false
 """Step sizes: (k, beta, lam) -> eta / B and chunk-cumulative log-decays, in float32, and the way back of their gradients.
 
     ridge = lam or lam * E      eta = beta / (E + ridge + eps), or beta      alpha = min(eta * ridge, 1 - floor)

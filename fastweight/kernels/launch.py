@@ -1,10 +1,12 @@
 """Host side of the kernels: allocates outputs, picks tile sizes from widths and dtype (never from T), launches.
 
 Traps: tensors are made contiguous here, so views give the same result. Gradients of grouped queries and keys come out
-of the kernels one per value head and are summed here. A launch on an empty grid is skipped.
+of the kernels one per value head and are summed here. A launch on an empty grid is skipped. In 16 bits no tile is
+narrower than 64: Triton 3.6 reads out of bounds on Hopper with 32-wide ones.
 """
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -14,8 +16,6 @@ from torch import Tensor
 
 from fastweight.kernels import additive, gates, solve
 from fastweight.kernels.geometry import Geometry, previous_unmasked
-
-INVERT_WARPS = 1
 
 
 @dataclass(frozen=True)
@@ -32,17 +32,63 @@ class Plan:
     before: bool  # read before write
     window: int = 1
 
+
+Saved = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+class Inputs(NamedTuple):
+    """Tensors of a call as the kernels read them: contiguous, flags as bytes."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    beta: Tensor | None
+    lam: Tensor | None
+    key0: Tensor | None
+    has_key: Tensor | None
+    unmasked: Tensor | None
+    previous: Tensor | None
+
+    @classmethod
+    def of(cls, plan: Plan, q, k, v, beta, lam, key0, has_key, mask) -> "Inputs":
+        flags: list[Any] = [None if flag is None else flag.contiguous().view(torch.uint8) for flag in (has_key, mask)]
+        dense: list[Any] = [None if tensor is None else tensor.contiguous() for tensor in (q, k, v, beta, lam, key0)]
+        previous = previous_unmasked(mask) if mask is not None and plan.shift else None
+        return cls(*dense, *flags, previous)
+
     @property
-    def gates(self) -> dict:
-        return dict(SHIFT=int(self.shift), RAW=self.raw, SCALED=self.scaled, DIRECT=self.direct)
+    def widths(self) -> dict[str, int]:
+        return {"H": self.v.shape[2], "KH": self.q.shape[2], "K": self.q.shape[3]}
 
 
-def _widths(q: Tensor, v: Tensor) -> dict:
-    return dict(H=v.shape[2], KH=q.shape[2], K=q.shape[3])
+class Tile(NamedTuple):
+    """Launch shape of a kernel: key and value columns at a time, warps, stages, and a cap on registers."""
+
+    BK: int
+    BV: int
+    num_warps: int
+    num_stages: int
+    maxnreg: int | None = None
 
 
-def _tile(width: int) -> int:
-    return max(16, triton.next_power_of_2(width))
+def _wide(width: int, least: int = 64) -> int:
+    return max(least, 1 << (width - 1).bit_length())
+
+
+def serial_tile(K: int, V: int, dtype: torch.dtype) -> Tile:
+    """Of the kernels that walk the chunks: all of K at once, so that a state column never leaves its program."""
+    if dtype == torch.float32:
+        return Tile(_wide(K), 32, 4, 1)
+    return Tile(_wide(K), 64, 4, 2) if K <= 128 else Tile(_wide(K), 64, 8, 1)
+
+
+def token_tile(K: int, V: int, dtype: torch.dtype) -> Tile:
+    """Of the kernels with one program a chunk."""
+    return Tile(32, 32, 4, 1) if dtype == torch.float32 else Tile(64, 64, 4, 1)
+
+
+def _launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+    kernel[grid](*arguments, **options)
 
 
 def _precision(dtype: torch.dtype) -> str:
@@ -54,148 +100,152 @@ def _sums(dtype: torch.dtype) -> tl.dtype:
     return tl.float32 if dtype == torch.float32 else tl.bfloat16
 
 
-def _dense(*tensors: Tensor | None) -> list[Tensor | None]:
-    return [None if tensor is None else tensor.contiguous() for tensor in tensors]
+def _gates(plan: Plan) -> dict[str, Any]:
+    return {"SHIFT": int(plan.shift), "RAW": plan.raw, "SCALED": plan.scaled, "DIRECT": plan.direct}
 
 
-def _serial_tiles(K: int, V: int, dtype: torch.dtype) -> tuple[int, int, int]:
-    """Value columns, warps and stages of a kernel that walks the chunks."""
-    BK = _tile(K)
-    if dtype == torch.float32:
-        return (16 if BK > 128 else 32), 4, 1
-    if BK > 128:
-        return 32, 4, 1
-    return min(64, _tile(V)), 4, 2
+def _tables(where: Geometry) -> tuple:
+    return where.cu, where.chunk_seq, where.chunk_start, where.length, where.chunks, where.tokens
 
 
-def _token_tiles(K: int, V: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
-    """Key and value columns at a time, warps and stages of a kernel with one program a chunk."""
-    if dtype == torch.float32:
-        return min(32, _tile(K)), min(32, _tile(V)), 4, 1
-    return min(64, _tile(K)), min(64, _tile(V)), 4, 1
+def _walk(where: Geometry) -> tuple:
+    """One segment a sequence, as long as it takes."""
+    return where.cu, where.chunk_start, where.length, where.chunks, where.tokens, 1, 2**30
 
 
-def _pairing(plan: Plan, mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    if mask is None:
-        return None, None
-    mask = mask.contiguous()
-    return mask.view(torch.uint8), previous_unmasked(mask) if plan.shift else None
+def _steps(plan: Plan, given: Inputs, where: Geometry, nonzero: bool) -> tuple[Tensor, Tensor]:
+    H = given.v.shape[2]
+    weight = torch.empty(H, where.tokens, dtype=torch.float32, device=given.v.device)
+    decay = torch.empty_like(weight)
+    if where.slots and H:
+        _launch(
+            gates.steps, (where.slots, H),
+            given.k, given.beta, given.lam, *given[5:], weight, decay, *_tables(where),
+            float(plan.eps), float(plan.floor), BK=_wide(given.k.shape[3]), WINDOW=plan.window, NONZERO=nonzero,
+            **given.widths, **_gates(plan), num_warps=4,
+        )  # fmt: skip
+    return weight, decay
 
 
 def forward_solve(plan, q, k, v, beta, lam, state0, key0, has_key, mask, cu_seqlens, save):
     """o, final S, eta, log-decay, inverse, residual and chunk states of the regression class."""
-    q, k, v, beta, lam, state0, key0, has_key = _dense(q, k, v, beta, lam, state0, key0, has_key)
-    B, T, H, V = v.shape
-    K = q.shape[3]
+    given = Inputs.of(plan, q, k, v, beta, lam, key0, has_key, mask)
+    (B, T, H, V), K, dtype = v.shape, q.shape[3], v.dtype
     where = Geometry.of(B, T, cu_seqlens)
-    wide = dict(dtype=torch.float32, device=v.device)
-    o = torch.empty_like(v)
-    state1 = torch.empty(where.sequences, H, K, V, **wide)
-    eta, decay = torch.empty(H, where.tokens, **wide), torch.empty(H, where.tokens, **wide)
+    o = torch.empty_like(given.v)
+    state1 = torch.empty(where.sequences, H, K, V, dtype=torch.float32, device=v.device)
     inverse = v.new_empty(where.slots, H, 64, 64)
     residual = v.new_empty(where.tokens if save else 0, H, V)
     states = v.new_empty(where.slots if save else 0, H, K, V)
-    flag = None if has_key is None else has_key.view(torch.uint8)
-    unmasked, previous = _pairing(plan, mask)
-    names = _widths(q, v)
-    dot = _precision(v.dtype)
+    eta, decay = _steps(plan, given, where, nonzero=True)
+    shift, dot = int(plan.shift), _precision(dtype)
     if where.slots and H:
-        gates.steps[(where.slots, H)](
-            k, beta, lam, key0, flag, unmasked, previous, eta, decay,
-            where.cu, where.chunk_seq, where.chunk_start, where.length, where.chunks, where.tokens,
-            float(plan.eps), float(plan.floor), BK=_tile(K), WINDOW=1, NONZERO=True, **names, **plan.gates,
-            num_warps=4, num_stages=1,
+        _launch(
+            solve.invert, (where.slots, H),
+            given.k, given.key0, given.previous, eta, decay, inverse, *_tables(where), BK=64, SHIFT=shift,
+            DECAYED=plan.decayed, DOT=dot, MERGE="tf32" if dtype == torch.bfloat16 else "tf32x3", **given.widths,
+            num_warps=1, num_stages=1, maxnreg=INVERT_REGISTERS,
         )  # fmt: skip
-        solve.invert[(where.slots, H)](
-            k, key0, previous, eta, decay, inverse,
-            where.cu, where.chunk_seq, where.chunk_start, where.length, where.chunks, where.tokens,
-            BK=min(64, _tile(K)), SHIFT=int(plan.shift), DECAYED=plan.decayed, DOT=dot,
-            MERGE="tf32" if v.dtype == torch.bfloat16 else "tf32x3", **names, num_warps=INVERT_WARPS, num_stages=1,
-        )  # fmt: skip
-    BV, warps, stages = _serial_tiles(K, V, v.dtype)
-    grid = where.sequences * H * triton.cdiv(V, BV)
+    tile = serial_tile(K, V, dtype)
+    grid = where.sequences * H * triton.cdiv(V, tile.BV)
     if grid:
-        solve.forward[(grid,)](
-            q, k, v, key0, previous, eta, decay, inverse, state0, o, residual, states, state1,
-            where.cu, where.chunk_start, where.length, where.chunks, where.tokens, 1, 2**30,
-            V=V, BK=_tile(K), BV=BV, SHIFT=int(plan.shift), DECAYED=plan.decayed, BEFORE=plan.before, SAVE=save,
-            DOT=dot, **names, num_warps=warps, num_stages=stages,
+        _launch(
+            solve.forward, (grid,),
+            given.q, given.k, given.v, given.key0, given.previous, eta, decay, inverse,
+            None if state0 is None else state0.contiguous(), o, residual, states, state1, *_walk(where),
+            V=V, SHIFT=shift, DECAYED=plan.decayed, BEFORE=plan.before, SAVE=save, DOT=dot, **given.widths,
+            **tile._asdict(),
         )  # fmt: skip
     return o, state1, eta, decay, inverse, residual, states
+
+
+INVERT_REGISTERS = 168
+
+
+class _Gradients:
+    """Empty gradients of a call; queries and keys per value head, masked rows zero because no program writes them."""
+
+    def __init__(self, given: Inputs, where: Geometry, want_state: bool) -> None:
+        B, T, H, V = given.v.shape
+        K = given.q.shape[3]
+        wide: dict[str, Any] = {"dtype": torch.float32, "device": given.v.device}
+        make = torch.empty if given.unmasked is None else torch.zeros
+        self.q = torch.empty(B, T, H, K, dtype=given.q.dtype, device=given.q.device)
+        self.k = make(B, T, H, K, dtype=given.k.dtype, device=given.k.device)
+        self.v = torch.empty_like(given.v)
+        self.beta = None if given.beta is None else torch.empty_like(given.beta)
+        self.lam = None if given.lam is None else torch.empty_like(given.lam)
+        self.key0 = None if given.key0 is None else torch.zeros(where.sequences, H, K, **wide)
+        self.states = given.v.new_empty(where.slots, H, K, V)
+        self.state0 = torch.empty(where.sequences, H, K, V, **wide) if want_state else None
+        self.nothing = torch.empty(0, **wide)
+        self.given = given
+
+    def result(self) -> Saved:
+        """As the operator returns them: grouped, and empty instead of None, each its own tensor."""
+        groups = self.given.q.shape[2]
+        d_q, d_k, d_key0 = self.q, self.k, self.key0
+        if d_q.shape[2] != groups:
+            d_q = reduce(d_q, "b t (h g) k -> b t h k", "sum", h=groups)
+            d_k = reduce(d_k, "b t (h g) k -> b t h k", "sum", h=groups)
+        if d_key0 is not None:
+            assert self.given.key0 is not None
+            d_key0 = reduce(d_key0, "n (h g) k -> n h k", "sum", h=groups).to(self.given.key0.dtype)
+        optional = (self.beta, self.lam, self.state0, d_key0)
+        beta, lam, state0, key0 = (self.nothing.clone() if tensor is None else tensor for tensor in optional)
+        return d_q, d_k, self.v, beta, lam, state0, key0
 
 
 def backward_solve(plan, d_o, d_state1, q, k, v, beta, lam, key0, has_key, mask, cu_seqlens, saved, want_state):
     """Gradients of q, k, v, beta, lam, the initial S and the initial key."""
     eta, decay, inverse, residual, states = saved
-    d_o, d_state1, q, k, v, beta, lam, key0, has_key = _dense(d_o, d_state1, q, k, v, beta, lam, key0, has_key)
-    B, T, H, V = v.shape
-    K, KH = q.shape[3], q.shape[2]
+    given = Inputs.of(plan, q, k, v, beta, lam, key0, has_key, mask)
+    (B, T, H, V), K, dtype = v.shape, q.shape[3], v.dtype
     where = Geometry.of(B, T, cu_seqlens)
-    wide = dict(dtype=torch.float32, device=v.device)
-    d_v = torch.empty_like(v)
-    d_states = v.new_empty(where.slots, H, K, V)
-    d_state0 = torch.empty(where.sequences if want_state else 0, H, K, V, **wide)
-    # One gradient per value head; masked rows are read by nobody and stay zero.
-    d_q = q.new_empty(B, T, H, K)
-    d_k = q.new_empty(B, T, H, K) if mask is None else q.new_zeros(B, T, H, K)
-    d_beta = torch.empty(0, **wide) if beta is None else torch.empty_like(beta)
-    d_lam = torch.empty(0, **wide) if lam is None else torch.empty_like(lam)
-    d_key0 = torch.zeros(0 if key0 is None else where.sequences, H, K, **wide)
-    flag = None if has_key is None else has_key.view(torch.uint8)
-    unmasked, previous = _pairing(plan, mask)
-    names = dict(_widths(q, v), V=V)
-    dot = _precision(v.dtype)
-    BV, warps, stages = _serial_tiles(K, V, v.dtype)
-    grid = where.sequences * H * triton.cdiv(V, BV)
+    d_o = d_o.contiguous()
+    out = _Gradients(given, where, want_state)
+    flags: dict[str, Any] = {"DECAYED": plan.decayed, "BEFORE": plan.before, "DOT": _precision(dtype), "V": V}
+    tile = serial_tile(K, V, dtype)
+    grid = where.sequences * H * triton.cdiv(V, tile.BV)
     if grid:
-        solve.backward_state[(grid,)](
-            q, k, d_o, key0, previous, eta, decay, inverse, d_state1, d_v, d_states, d_state0 if want_state else None,
-            where.cu, where.chunk_start, where.length, where.chunks, where.tokens, 1, 2**30,
-            BK=_tile(K), BV=BV, SHIFT=int(plan.shift), DECAYED=plan.decayed, BEFORE=plan.before, DOT=dot, **names,
-            num_warps=warps, num_stages=stages,
+        _launch(
+            solve.backward_state, (grid,),
+            given.q, given.k, d_o, given.key0, given.previous, eta, decay, inverse,
+            None if d_state1 is None else d_state1.contiguous(), out.v, out.states, out.state0, *_walk(where),
+            SHIFT=int(plan.shift), **flags, **given.widths, **tile._asdict(),
         )  # fmt: skip
     if where.slots and H:
-        BK, BV, warps, stages = _token_tiles(K, V, v.dtype)
-        solve.backward_token[(where.slots, H)](
-            q, k, d_o, beta, lam, key0, flag, unmasked, previous, eta, decay, residual, states, d_v, d_states,
-            torch.empty_like(decay), d_q, d_k, None if beta is None else d_beta, None if lam is None else d_lam,
-            None if key0 is None else d_key0,
-            where.cu, where.chunk_seq, where.chunk_start, where.length, where.chunks, where.tokens,
-            float(plan.eps), float(plan.floor), BK=BK, BV=BV, DECAYED=plan.decayed,
-            BEFORE=plan.before, DOT=dot, SUM=_sums(v.dtype), **names, **plan.gates, num_warps=warps, num_stages=stages,
+        _launch(
+            solve.backward_token, (where.slots, H),
+            given.q, given.k, d_o, given.beta, given.lam, *given[5:], eta, decay, residual, states, out.v, out.states,
+            torch.empty_like(decay), out.q, out.k, out.beta, out.lam, out.key0, *_tables(where),
+            float(plan.eps), float(plan.floor), SUM=_sums(dtype), **AHEAD, **flags, **given.widths, **_gates(plan),
+            **token_tile(K, V, dtype)._asdict(),
         )  # fmt: skip
-    return (*_ungroup(d_q, d_k, KH), d_v, d_beta, d_lam, d_state0, _ungroup_key(d_key0, key0, KH))
+    return out.result()
+
+
+AHEAD = {"AHEAD_V": 1, "AHEAD_K": 1, "AHEAD": 1}
 
 
 def forward_additive(plan, q, k, v, beta, lam, state0, key0, has_key, mask, cu_seqlens, save):
     """o, final S, weights, log-decay and chunk states of the inner-product class."""
-    q, k, v, beta, lam, state0, key0, has_key = _dense(q, k, v, beta, lam, state0, key0, has_key)
-    B, T, H, V = v.shape
-    K = q.shape[3]
+    given = Inputs.of(plan, q, k, v, beta, lam, key0, has_key, mask)
+    (B, T, H, V), K, dtype = v.shape, q.shape[3], v.dtype
     where = Geometry.of(B, T, cu_seqlens, 65 - plan.window)
-    wide = dict(dtype=torch.float32, device=v.device)
-    o = torch.empty_like(v)
-    state1 = torch.empty(where.sequences, H, K, V, **wide)
-    weight, decay = torch.empty(H, where.tokens, **wide), torch.empty(H, where.tokens, **wide)
+    o = torch.empty_like(given.v)
+    state1 = torch.empty(where.sequences, H, K, V, dtype=torch.float32, device=v.device)
     states = v.new_empty(where.slots if save else 0, H, K, V)
-    flag = None if has_key is None else has_key.view(torch.uint8)
-    unmasked, previous = _pairing(plan, mask)
-    names = dict(_widths(q, v), BK=_tile(K), WINDOW=plan.window)
-    dot = _precision(v.dtype)
-    if where.slots and H:
-        gates.steps[(where.slots, H)](
-            k, beta, lam, key0, flag, unmasked, previous, weight, decay,
-            where.cu, where.chunk_seq, where.chunk_start, where.length, where.chunks, where.tokens,
-            float(plan.eps), float(plan.floor), NONZERO=False, **names, **plan.gates, num_warps=4, num_stages=1,
-        )  # fmt: skip
-    BV, warps, stages = _serial_tiles(K, V, v.dtype)
-    grid = where.sequences * H * triton.cdiv(V, BV)
+    weight, decay = _steps(plan, given, where, nonzero=False)
+    tile = serial_tile(K, V, dtype)
+    grid = where.sequences * H * triton.cdiv(V, tile.BV)
     if grid:
-        additive.forward[(grid,)](
-            q, k, v, key0, previous, weight, decay, state0, o, states, state1,
-            where.cu, where.chunk_start, where.length, where.chunks, where.tokens, 1, 2**30,
-            V=V, BV=BV, SHIFT=int(plan.shift), BEFORE=plan.before, SAVE=save, DOT=dot, **names,
-            num_warps=warps, num_stages=stages,
+        _launch(
+            additive.forward, (grid,),
+            given.q, given.k, given.v, given.key0, given.previous, weight, decay,
+            None if state0 is None else state0.contiguous(), o, states, state1, *_walk(where),
+            V=V, WINDOW=plan.window, SHIFT=int(plan.shift), BEFORE=plan.before, SAVE=save, DOT=_precision(dtype),
+            **given.widths, **tile._asdict(),
         )  # fmt: skip
     return o, state1, weight, decay, states
 
@@ -203,59 +253,34 @@ def forward_additive(plan, q, k, v, beta, lam, state0, key0, has_key, mask, cu_s
 def backward_additive(plan, d_o, d_state1, q, k, v, beta, lam, key0, has_key, mask, cu_seqlens, saved, want_state):
     """Gradients of q, k, v, beta, lam, the initial S and the initial key."""
     weight, decay, states = saved
-    d_o, d_state1, q, k, v, beta, lam, key0, has_key = _dense(d_o, d_state1, q, k, v, beta, lam, key0, has_key)
-    B, T, H, V = v.shape
-    K, KH = q.shape[3], q.shape[2]
+    given = Inputs.of(plan, q, k, v, beta, lam, key0, has_key, mask)
+    (B, T, H, V), K, dtype = v.shape, q.shape[3], v.dtype
     where = Geometry.of(B, T, cu_seqlens, 65 - plan.window)
-    wide = dict(dtype=torch.float32, device=v.device)
-    d_v = torch.empty_like(v)
-    d_states = v.new_empty(where.slots, H, K, V)
-    d_state0 = torch.empty(where.sequences if want_state else 0, H, K, V, **wide)
-    d_q = q.new_empty(B, T, H, K)
-    d_k = q.new_empty(B, T, H, K) if mask is None else q.new_zeros(B, T, H, K)
-    d_beta = torch.empty(0, **wide) if beta is None else torch.empty_like(beta)
-    d_lam = torch.empty(0, **wide) if lam is None else torch.empty_like(lam)
-    d_key0 = torch.zeros(0 if key0 is None else where.sequences, H, K, **wide)
-    shared = where.slots if plan.window > 1 else 0
-    halo_k, halo_v = torch.empty(shared * 16, H, K, **wide), torch.empty(shared * 16, H, V, **wide)
-    flag = None if has_key is None else has_key.view(torch.uint8)
-    unmasked, previous = _pairing(plan, mask)
-    names = dict(_widths(q, v), V=V, WINDOW=plan.window)
-    dot = _precision(v.dtype)
-    BV, warps, stages = _serial_tiles(K, V, v.dtype)
-    grid = where.sequences * H * triton.cdiv(V, BV)
+    d_o = d_o.contiguous()
+    out = _Gradients(given, where, want_state)
+    shared = where.slots * 16 if plan.window > 1 else 0
+    halo_k, halo_v = out.nothing.new_empty(shared, H, K), out.nothing.new_empty(shared, H, V)
+    flags: dict[str, Any] = {"WINDOW": plan.window, "BEFORE": plan.before, "DOT": _precision(dtype), "V": V}
+    tile = serial_tile(K, V, dtype)
+    grid = where.sequences * H * triton.cdiv(V, tile.BV)
     if grid:
-        additive.backward_state[(grid,)](
-            q, d_o, decay, d_state1, d_states, d_state0 if want_state else None,
-            where.cu, where.chunk_start, where.length, where.chunks, where.tokens, 1, 2**30,
-            BK=_tile(K), BV=BV, BEFORE=plan.before, DOT=dot, **names, num_warps=warps, num_stages=stages,
+        _launch(
+            additive.backward_state, (grid,),
+            given.q, d_o, decay, None if d_state1 is None else d_state1.contiguous(), out.states, out.state0,
+            *_walk(where), **flags, **given.widths, **tile._asdict(),
         )  # fmt: skip
     if where.slots and H:
-        BK, BV, warps, stages = _token_tiles(K, V, v.dtype)
-        additive.backward_token[(where.slots, H)](
-            q, k, v, d_o, beta, lam, key0, flag, unmasked, previous, weight, decay, states, d_states,
-            torch.empty(2 * H, where.tokens, **wide), d_q, d_k, d_v, None if beta is None else d_beta, None if lam is None else d_lam,
-            None if key0 is None else d_key0, halo_k, halo_v,
-            where.cu, where.chunk_seq, where.chunk_start, where.length, where.chunks, where.tokens,
-            float(plan.eps), float(plan.floor), BK=BK, BV=BV, BEFORE=plan.before, DOT=dot, SUM=_sums(v.dtype),
-            **names, **plan.gates,
-            num_warps=warps, num_stages=stages,
+        _launch(
+            additive.backward_token, (where.slots, H),
+            given.q, given.k, given.v, d_o, given.beta, given.lam, *given[5:], weight, decay, states, out.states,
+            out.nothing.new_empty(2 * H, where.tokens), out.q, out.k, out.v, out.beta, out.lam, out.key0,
+            halo_k, halo_v, *_tables(where), float(plan.eps), float(plan.floor), SUM=_sums(dtype),
+            **flags, **given.widths, **_gates(plan), **token_tile(K, V, dtype)._asdict(),
         )  # fmt: skip
     if shared and H:
-        additive.backward_halo[(where.slots, H)](
-            halo_k, halo_v, d_k, d_v, where.cu, where.chunk_seq, where.chunk_start, where.length, where.chunks,
-            H=H, K=K, V=V, BK=_tile(K), BV=_tile(V), WINDOW=plan.window, SHIFT=int(plan.shift), num_warps=4,
+        _launch(
+            additive.backward_halo, (where.slots, H),
+            halo_k, halo_v, out.k, out.v, *_tables(where)[:5], H=H, K=K, V=V, BK=_wide(K), BV=_wide(V),
+            WINDOW=plan.window, SHIFT=int(plan.shift), num_warps=4,
         )  # fmt: skip
-    return (*_ungroup(d_q, d_k, KH), d_v, d_beta, d_lam, d_state0, _ungroup_key(d_key0, key0, KH))
-
-
-def _ungroup(d_q: Tensor, d_k: Tensor, KH: int) -> tuple[Tensor, Tensor]:
-    if d_q.shape[2] == KH:
-        return d_q, d_k
-    return reduce(d_q, "b t (h g) k -> b t h k", "sum", h=KH), reduce(d_k, "b t (h g) k -> b t h k", "sum", h=KH)
-
-
-def _ungroup_key(d_key0: Tensor, key0: Tensor | None, KH: int) -> Tensor:
-    if key0 is None:
-        return d_key0.new_empty(0)
-    return reduce(d_key0, "n (h g) k -> n h k", "sum", h=KH).to(key0.dtype)
+    return out.result()

@@ -1,106 +1,122 @@
 """The scan as two registered operators, forward and backward, with shapes for tracing and the autograd rule between them.
 
-Operators see tensors and plain numbers only, so torch.compile keeps a call whole and CUDA graphs can capture it.
+Operators see tensors and plain numbers only, so torch.compile keeps a call whole and CUDA graphs can capture it. One
+pair serves both classes: `regression` says which, and what a class does not keep is empty.
+
+Saved for the backward pass, per token and value head, besides the inputs: 8 bytes of step and log-decay, V elements of
+residual and 64 of inverse (regression only), and K V / 64 of chunk states (K V / (65 - R) with a window of R).
+
 Traps: an operator may not return None or one of its inputs, so what is not wanted comes back empty, and states are new.
 """
+
+import contextlib
 
 import torch
 from torch import Tensor
 
-from fastweight.kernels.launch import Plan, backward_solve, forward_solve
-
-Saved = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+from fastweight.kernels import launch
 
 
-@torch.library.custom_op("fastweight::solve_forward", mutates_args=())
-def solve_forward(
+@torch.library.custom_op("fastweight::scan_forward", mutates_args=())
+def scan_forward(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, lam: Tensor | None, state0: Tensor | None,
     key0: Tensor | None, has_key: Tensor | None, mask: Tensor | None, cu_seqlens: Tensor | None,
     eps: float, floor: float, shift: bool, raw: bool, scaled: bool, direct: bool, decayed: bool, before: bool,
-    save: bool,
+    window: int, regression: bool, save: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """o, final S, and what the backward pass keeps: eta, log-decay, inverse, residual, chunk states."""
-    plan = Plan(eps, floor, shift, raw, scaled, direct, decayed, before)
-    return forward_solve(plan, q, k, v, beta, lam, state0, key0, has_key, mask, cu_seqlens, save)
+    """o, final S, and what the backward pass keeps: steps, log-decays, chunk states, inverse, residual."""
+    plan = launch.Plan(eps, floor, shift, raw, scaled, direct, decayed, before, window)
+    given = (q, k, v, beta, lam, state0, key0, has_key, mask, cu_seqlens, save)
+    with _device_of(v):
+        if regression:
+            o, state1, step, decay, inverse, residual, states = launch.forward_solve(plan, *given)
+        else:
+            o, state1, step, decay, states = launch.forward_additive(plan, *given)
+            inverse, residual = v.new_empty(0), v.new_empty(0)
+    return o, state1, step, decay, states, inverse, residual
 
 
-@solve_forward.register_fake
+@scan_forward.register_fake
 def _(q, k, v, beta, lam, state0, key0, has_key, mask, cu_seqlens, *flags):
     B, T, H, V = v.shape
     K = k.shape[-1]
-    save = flags[-1]
+    window, regression, save = flags[-3:]
     N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    slots = B * ((T + 63) // 64) if cu_seqlens is None else T // 64 + N
+    stride = 65 - window
+    slots = B * ((T + stride - 1) // stride) if cu_seqlens is None else T // stride + N
     wide = torch.float32
     return (
         torch.empty_like(v, memory_format=torch.contiguous_format),
         v.new_empty(N, H, K, V, dtype=wide),
         v.new_empty(H, B * T, dtype=wide),
         v.new_empty(H, B * T, dtype=wide),
-        v.new_empty(slots, H, 64, 64),
-        v.new_empty(B * T if save else 0, H, V),
         v.new_empty(slots if save else 0, H, K, V),
+        v.new_empty(slots, H, 64, 64) if regression else v.new_empty(0),
+        v.new_empty(B * T if save else 0, H, V) if regression else v.new_empty(0),
     )
 
 
-@torch.library.custom_op("fastweight::solve_backward", mutates_args=())
-def solve_backward(
+@torch.library.custom_op("fastweight::scan_backward", mutates_args=())
+def scan_backward(
     d_o: Tensor, d_state1: Tensor | None, q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, lam: Tensor | None,
     key0: Tensor | None, has_key: Tensor | None, mask: Tensor | None, cu_seqlens: Tensor | None,
-    eta: Tensor, decay: Tensor, inverse: Tensor, residual: Tensor, states: Tensor,
+    step: Tensor, decay: Tensor, states: Tensor, inverse: Tensor, residual: Tensor,
     eps: float, floor: float, shift: bool, raw: bool, scaled: bool, direct: bool, decayed: bool, before: bool,
-    want_state: bool,
+    window: int, regression: bool, want_state: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k, v, beta, lam, the initial S and the initial key; empty where there is none."""
-    plan = Plan(eps, floor, shift, raw, scaled, direct, decayed, before)
-    saved = (eta, decay, inverse, residual, states)
-    return backward_solve(plan, d_o, d_state1, q, k, v, beta, lam, key0, has_key, mask, cu_seqlens, saved, want_state)
+    plan = launch.Plan(eps, floor, shift, raw, scaled, direct, decayed, before, window)
+    given = (d_o, d_state1, q, k, v, beta, lam, key0, has_key, mask, cu_seqlens)
+    with _device_of(v):
+        if regression:
+            return launch.backward_solve(plan, *given, (step, decay, inverse, residual, states), want_state)
+        return launch.backward_additive(plan, *given, (step, decay, states), want_state)
 
 
-@solve_backward.register_fake
-def _(d_o, d_state1, q, k, v, beta, lam, key0, has_key, mask, cu_seqlens, eta, decay, inverse, residual, states, *flags):
-    B, T, H, V = v.shape
-    K = k.shape[-1]
+@scan_backward.register_fake
+def _(d_o, d_state1, q, k, v, beta, lam, key0, has_key, mask, cu_seqlens, *rest):
+    B, _T, H, V = v.shape
     N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    nothing = v.new_empty(0, dtype=torch.float32)
-    return (
-        torch.empty_like(q, memory_format=torch.contiguous_format),
-        torch.empty_like(k, memory_format=torch.contiguous_format),
-        torch.empty_like(v, memory_format=torch.contiguous_format),
-        nothing if beta is None else torch.empty_like(beta, memory_format=torch.contiguous_format),
-        nothing.clone() if lam is None else torch.empty_like(lam, memory_format=torch.contiguous_format),
-        v.new_empty(N, H, K, V, dtype=torch.float32) if flags[-1] else nothing.clone(),
-        nothing.clone() if key0 is None else torch.empty_like(key0, memory_format=torch.contiguous_format),
-    )
+
+    def like(tensor):
+        if tensor is None:
+            return v.new_empty(0, dtype=torch.float32)
+        return torch.empty_like(tensor, memory_format=torch.contiguous_format)
+
+    state = v.new_empty(N, H, k.shape[-1], V, dtype=torch.float32) if rest[-1] else like(None)
+    return like(q), like(k), like(v), like(beta), like(lam), state, like(key0)
+
+
+def _device_of(tensor: Tensor):
+    """Triton launches on the current device, which need not be the tensor's."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
 
 
 def _keep(ctx, inputs, output) -> None:
     q, k, v, beta, lam, state0, key0, has_key, mask, cu_seqlens, *flags = inputs
-    _o, _state1, eta, decay, inverse, residual, states = output
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(
-        q, k, v, beta, lam, key0, has_key, mask, cu_seqlens, eta, decay, inverse, residual, states
-    )
+    ctx.save_for_backward(q, k, v, beta, lam, key0, has_key, mask, cu_seqlens, *output[2:])
     ctx.flags = flags[:-1]
     ctx.has_state = state0 is not None
 
 
 def _gradients(ctx, d_o, d_state1, *_unused):
-    q, k, v, beta, lam, key0, has_key, mask, cu_seqlens, eta, decay, inverse, residual, states = ctx.saved_tensors
+    q, k, v, beta, lam, key0, *rest = ctx.saved_tensors
     if d_o is None:
         d_o = torch.zeros_like(v)
-    d_q, d_k, d_v, d_beta, d_lam, d_state0, d_key0 = solve_backward(
-        d_o, d_state1, q, k, v, beta, lam, key0, has_key, mask, cu_seqlens, eta, decay, inverse, residual, states,
-        *ctx.flags, ctx.has_state,
-    )  # fmt: skip
+    d_q, d_k, d_v, d_beta, d_lam, d_state0, d_key0 = scan_backward(
+        d_o, d_state1, q, k, v, beta, lam, key0, *rest, *ctx.flags, ctx.has_state
+    )
     return (
-        d_q, d_k, d_v,
+        d_q,
+        d_k,
+        d_v,
         None if beta is None else d_beta,
         None if lam is None else d_lam,
         d_state0 if ctx.has_state else None,
         None if key0 is None else d_key0,
-        *([None] * 12),
-    )  # fmt: skip
+        *([None] * 14),
+    )
 
 
-solve_forward.register_autograd(_gradients, setup_context=_keep)
+scan_forward.register_autograd(_gradients, setup_context=_keep)

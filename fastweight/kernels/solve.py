@@ -1,3 +1,5 @@
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false, reportOptionalMemberAccess=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false, reportReturnType=false
+# ruff: noqa: SIM108
 """Scalar-gain regression in chunks: (q, k, v, step) -> (o, final S) and all gradients, for falcon-1 and the delta rules.
 
 Within a chunk of BT tokens with state S_0 at its start, G the cumulative log2 decay (inclusive), E = G or G one row
@@ -310,6 +312,7 @@ def backward_token(
     H: tl.constexpr, KH: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     SHIFT: tl.constexpr, RAW: tl.constexpr, SCALED: tl.constexpr, DIRECT: tl.constexpr, DECAYED: tl.constexpr,
     BEFORE: tl.constexpr, DOT: tl.constexpr, SUM: tl.constexpr,
+    AHEAD_V: tl.constexpr, AHEAD_K: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one head: gradients of queries, keys, and of the step sizes down to beta and lam."""
     chunk = tl.program_id(0)
@@ -338,7 +341,7 @@ def backward_token(
     dp = tl.zeros([64, 64], tl.float32)
     dg = tl.zeros([64, 64], tl.float32)
     d_eta = tl.zeros([64], tl.float32)
-    for start in range(0, V, BV):
+    for start in tl.range(0, V, BV, num_stages=AHEAD_V):
         cv = start + tl.arange(0, BV)
         do = load_tile(d_o, first, i, h, cv, live, H, V, BV)
         r = load_tile(residual, first, i, h, cv, live, H, V, BV)
@@ -353,7 +356,7 @@ def backward_token(
     p = tl.zeros([64, 64], tl.float32)
     gram = tl.zeros([64, 64], tl.float32)
     energy = tl.zeros([64], tl.float32)
-    for start in range(0, K, BK):
+    for start in tl.range(0, K, BK, num_stages=AHEAD_K):
         ck = start + tl.arange(0, BK)
         x = load_keys(k, key0, previous, source, live, first, i, low, n, kh, ck, KH, K, SHIFT, BK)
         qt = load_tile(q, first, i, kh, ck, live, KH, K, BK)
@@ -372,7 +375,7 @@ def backward_token(
     dg_low = dg.to(residual.dtype.element_ty)
     pair = has_pair(unmasked, has_key, first, i, source, live, low, n)
     at_state = (chunk.to(tl.int64) * H + h) * (K * V)
-    through = 0.0
+    through = tl.zeros([BK], tl.float32)
     row_read = tl.zeros([64], tl.float32)
     row_miss = tl.zeros([64], tl.float32)
     row_write = tl.zeros([64], tl.float32)
@@ -383,7 +386,7 @@ def backward_token(
         d_read = tl.zeros([64, BK], tl.float32)
         d_miss = tl.zeros([64, BK], tl.float32)
         d_write = tl.zeros([64, BK], tl.float32)
-        for begin_v in range(0, V, BV):
+        for begin_v in tl.range(0, V, BV, num_stages=AHEAD):
             cv = begin_v + tl.arange(0, BV)
             state_at, in_state = state_tile(ck, cv, K, V, BK, BV)
             S = tl.load(states + at_state + state_at, mask=in_state, other=0.0)
@@ -391,7 +394,7 @@ def backward_token(
             do = load_tile(d_o, first, i, h, cv, live, H, V, BV)
             r = load_tile(residual, first, i, h, cv, live, H, V, BV)
             dy = load_tile(d_y, first, i, h, cv, live, H, V, BV)
-            through += tl.sum(tl.sum(S.to(tl.float32) * dS.to(tl.float32), axis=1), axis=0)
+            through += tl.sum(S.to(tl.float32) * dS.to(tl.float32), axis=1)
             d_read = tl.dot(do, tl.trans(S), acc=d_read, input_precision=DOT)
             d_miss = tl.dot(dy, tl.trans(S), acc=d_miss, input_precision=DOT)
             d_write = tl.dot(r, tl.trans(dS), acc=d_write, input_precision=DOT)
@@ -412,7 +415,9 @@ def backward_token(
     reads = later_row > 0 if BEFORE else later_row >= 0
     miss_felt = later_row >= 0 if DECAYED else later_row > 0
     rest = tl.where(reads, row_read[:, None], 0.0) + tl.where(miss_felt, row_miss[:, None], 0.0)
-    d_log += tl.sum(rest + tl.where(later_row < 0, row_write[:, None], 0.0), axis=0) + through * tl.exp2(g_last)
+    d_log += tl.sum(rest + tl.where(later_row < 0, row_write[:, None], 0.0), axis=0) + tl.sum(
+        through, axis=0
+    ) * tl.exp2(g_last)
     # Through memory, so that each thread goes on with one row instead of a copy of sixteen.
     tl.store(scratch + line + first + i, d_log, mask=live)
     tl.debug_barrier()

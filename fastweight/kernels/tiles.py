@@ -1,3 +1,5 @@
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false, reportOptionalMemberAccess=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false, reportReturnType=false
+# ruff: noqa: SIM108
 """Device functions that every kernel shares: where a chunk lies, and its tiles of tokens, paired keys and decays.
 
 A chunk is some consecutive rows of one sequence; chunks of all sequences are numbered through (`chunk`), so saved tensors
@@ -117,7 +119,7 @@ def load_keys(
     if previous is None:
         x = load_tile(k, first - SHIFT, i, kh, col, keep, KH, K, BK)
     else:
-        x = load_tile(k, first, source, kh, col, keep, KH, K, BK)
+        x = load_tile(k, first, source.to(tl.int64), kh, col, keep, KH, K, BK)
     if key0 is not None:
         start = tl.load(key0 + (n.to(tl.int64) * KH + kh) * K + col, mask=col < K, other=0.0).to(x.dtype)
         x = tl.where((live & (source < low))[:, None], start[None, :], x)
@@ -136,7 +138,7 @@ def store_key_gradient(
         if SHIFT:
             store_tile(d_k, tl.zeros_like(d_x), first, i, h, col, i == high - 1, H, K, BK)
     else:
-        store_tile(d_k, d_x, first, source, h, col, keep, H, K, BK)
+        store_tile(d_k, d_x, first, source.to(tl.int64), h, col, keep, H, K, BK)
     if d_key0 is not None:
         at = (n.to(tl.int64) * H + h) * K + col[None, :] + tl.zeros_like(i)[:, None]
         tl.store(d_key0 + at, d_x, mask=tile_mask(pair & (source < low), col, K, BK))
@@ -149,7 +151,7 @@ def add_key_gradient(
 ):  # fmt: skip
     """Adds to what `store_key_gradient` wrote."""
     keep = pair & (source >= low)
-    row = source
+    row = source.to(tl.int64)
     if previous is None:
         row = i - SHIFT
     d_x = load_tile(d_k, first, row, h, col, keep, H, K, BK).to(tl.float32) + share

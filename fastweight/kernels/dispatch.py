@@ -1,0 +1,123 @@
+"""The one door to the kernels: `supported` says why a call cannot run here, `scan` runs it.
+
+Both take what the op has after its checks: q, k, v and gates in the caller's dtypes, a rule (any object with the fields
+of memory.rules.Rule), and the parts of the initial state. Triton is imported when a kernel is called, not before.
+Traps: a given log_decay (natural log, <= 0, not checked) makes beta the step itself and takes the residual on the decayed
+state, as the delta rules do. Only S comes back: keys and window tails of the next state are copies of inputs.
+"""
+
+import importlib.util
+import os
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+WIDEST = 256
+LONGEST_WINDOW = 16
+
+
+def supported(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor | None,
+    lam: Tensor | None,
+    rule: Any,
+    *,
+    log_decay: Tensor | None = None,
+    S: Tensor | None = None,
+    key: Tensor | None = None,
+    has_key: Tensor | None = None,
+    mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    continues: bool = False,
+) -> str | None:
+    """Why `scan` cannot run this call, or None if it can; nothing is read from the device.
+
+    continues: whether the initial state may hold pairs of an earlier window (it is not fresh).
+    """
+    return _rule_reason(rule, log_decay, mask, continues) or _tensor_reason(q, k, v) or _machine_reason(v)
+
+
+def _rule_reason(rule: Any, log_decay: Tensor | None, mask: Tensor | None, continues: bool) -> str | None:
+    if rule.gain != "scalar":
+        return "no kernel for a gain per value column yet"
+    if rule.read != "plain":
+        return "no kernel for the normalised read"
+    if rule.window == 1:
+        return None
+    if rule.objective != "inner-product":
+        return "no kernel for regression over a window yet"
+    if rule.window > LONGEST_WINDOW:
+        return f"no kernel for windows above {LONGEST_WINDOW}"
+    if mask is not None or continues or log_decay is not None:
+        return "no kernel for a window with a mask, with pairs of an earlier call, or with given log-decays"
+    return None
+
+
+def _tensor_reason(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    if v.dtype not in DTYPES or q.dtype != v.dtype or k.dtype != v.dtype:
+        return f"kernels take q, k and v in one of bfloat16, float16 and float32, got {q.dtype}, {k.dtype}, {v.dtype}"
+    if not (0 < k.shape[-1] <= WIDEST and 0 < v.shape[-1] <= WIDEST):
+        return f"kernels take widths from 1 to {WIDEST}, got keys of {k.shape[-1]} and values of {v.shape[-1]}"
+    if v.shape[2] > 65535:
+        return "kernels take at most 65535 heads"
+    return None
+
+
+def _machine_reason(v: Tensor) -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    if not v.is_cuda:
+        return None if os.environ.get("TRITON_INTERPRET") == "1" else f"kernels run on CUDA devices, got {v.device}"
+    if torch.cuda.get_device_capability(v.device) < (8, 0):
+        return "kernels need a CUDA device of capability 8.0 or later"
+    return None
+
+
+def scan(
+    q: Float[Tensor, "B T Hk K"],
+    k: Float[Tensor, "B T Hk K"],
+    v: Float[Tensor, "B T H V"],
+    beta: Float[Tensor, "B T H"] | None,
+    lam: Float[Tensor, "B T H"] | None,
+    rule: Any,
+    *,
+    log_decay: Float[Tensor, "B T H"] | None = None,
+    S: Float[Tensor, "N H K V"] | None = None,
+    key: Float[Tensor, "N Hk K"] | None = None,
+    has_key: Bool[Tensor, " N"] | None = None,
+    mask: Bool[Tensor, "B T"] | None = None,
+    cu_seqlens: Int[Tensor, " N+1"] | None = None,
+) -> tuple[Float[Tensor, "B T H V"], Float[Tensor, "N H K V"]]:
+    """o in v's dtype and the final S in float32 (SPEC sections 2 to 6), differentiable in every floating input.
+
+    Args:
+        q, k, v, beta, lam, mask, cu_seqlens: as in fast_weight_attention; beta None is ones, lam None is no decay.
+        log_decay: natural log of the carry; then beta is the step itself and lam must be None.
+        S, key, has_key: parts of the initial State; None is zero, and no key.
+
+    Raises:
+        ValueError: with the reason, if the call is not supported.
+    """
+    reason = supported(q, k, v, beta, lam, rule, log_decay=log_decay, mask=mask, cu_seqlens=cu_seqlens)
+    if reason is not None:
+        raise ValueError(f"backend: got 'triton', expected a call that the kernels support: {reason}")
+    from fastweight.kernels.op import scan_forward
+
+    shift = rule.pairing == "next-latent"
+    carried = key is not None and has_key is not None and shift
+    gates = log_decay if log_decay is not None else lam
+    floats = (q, k, v, beta, gates, S, key)
+    save = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in floats)
+    regression = rule.objective == "regression"
+    o, state, *_ = scan_forward(
+        q, k, v, beta, gates, S, key if carried else None, has_key if carried else None, mask, cu_seqlens,
+        float(rule.eps), float(rule.decay_floor), shift, log_decay is not None, rule.ridge == "scaled",
+        rule.step == "direct", regression and log_decay is not None, rule.timing == "read-before-write",
+        rule.window, regression, save,
+    )  # fmt: skip
+    return o, state

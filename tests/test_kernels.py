@@ -1,0 +1,304 @@
+"""The Triton kernels against the float64 recurrence: values, final states and every gradient.
+
+The same cases run on the CPU through Triton's interpreter (small, float32, in a process of its own because the
+interpreter must be chosen before Triton is imported) and on a CUDA device (all dtypes and widths, marked gpu).
+"""
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+import fastweight as fw
+from fastweight.kernels import dispatch
+from fastweight.memory.attention import DELTA_RULE, LINEAR_ATTENTION
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the process that test_kernels_interpreted starts")
+gpu = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+# Largest relative RMS error of anything that comes out; bfloat16 has 8 bits, and each value passes four products.
+ALLOWED = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
+
+
+if INTERPRETED:
+    from triton.runtime import interpreter
+
+    _patch = interpreter._patch_lang_tensor
+
+    def _patch_and_index(tensor, scope):
+        """Triton 3.6 holds a scalar as an array of one element, which NumPy 2.4 no longer turns into an index."""
+        _patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = _patch_and_index
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call: a rule (or a baseline with its own log-decay), its options, shapes, and what surrounds the tokens."""
+
+    rule: str
+    options: tuple[tuple[str, object], ...] = ()
+    shape: tuple[int, int, int, int, int, int] = (1, 70, 1, 1, 16, 16)  # B T Hk H K V
+    state: bool = False
+    key: bool = False
+    mask: bool = False
+    cuts: tuple[int, ...] | None = None
+    ridge: float = 1.0
+    beta: float = 1.5
+    zero_beta: bool = False
+    no_gates: bool = False
+
+    @property
+    def baseline(self) -> bool:
+        return self.rule in ("delta", "linear")
+
+
+def case(rule: str, options: dict | None = None, **changes) -> Case:
+    return Case(rule, tuple((options or {}).items()), **changes)
+
+
+def rule_of(test: Case):
+    if test.baseline:
+        return DELTA_RULE if test.rule == "delta" else LINEAR_ATTENTION
+    return fw.RULES[test.rule].replace(**dict(test.options))
+
+
+def make(test: Case, dtype: torch.dtype, device: str) -> dict[str, torch.Tensor | None]:
+    """Random inputs; keys small where the step is given, so that the regression is stable."""
+    B, T, Hk, H, K, V = test.shape
+    random = torch.Generator().manual_seed(7)
+    rule = rule_of(test)
+    small = K**-0.5 if rule.step == "direct" else 1.0
+    N = B if test.cuts is None else len(test.cuts) - 1
+
+    def draw(*shape, like=torch.randn):
+        return like(*shape, generator=random)
+
+    beta = draw(B, T, H, like=torch.rand) * test.beta
+    if test.zero_beta:
+        beta[:, ::3] = 0
+    gate = draw(B, T, H, like=torch.rand) * test.ridge
+    inputs = {
+        "q": (draw(B, T, Hk, K) * K**-0.5).to(dtype),
+        "k": (draw(B, T, Hk, K) * small).to(dtype),
+        "v": draw(B, T, H, V).to(dtype),
+        "beta": None if test.no_gates or test.rule == "linear" else beta,
+        "gate": None if test.no_gates else -gate if test.baseline else gate,
+        "S": draw(N, H, K, V) if test.state else None,
+        "key": draw(N, Hk, K).to(dtype).float() if test.key else None,
+    }
+    return {name: None if value is None else value.to(device) for name, value in inputs.items()}
+
+
+def surroundings(test: Case, device: str):
+    B, T = test.shape[:2]
+    N = B if test.cuts is None else len(test.cuts) - 1
+    has_key = torch.arange(N, device=device) % 2 == 0 if test.key else None
+    mask = (torch.rand(B, T, generator=torch.Generator().manual_seed(1)) > 0.3).to(device) if test.mask else None
+    cu = None if test.cuts is None else torch.tensor(test.cuts, device=device, dtype=torch.int32)
+    return has_key, mask, cu
+
+
+def kernel(test: Case, leaves: dict, around):
+    has_key, mask, cu = around
+    gates = {"lam": None, "log_decay": leaves["gate"]} if test.baseline else {"lam": leaves["gate"], "log_decay": None}
+    return dispatch.scan(
+        leaves["q"], leaves["k"], leaves["v"], leaves["beta"], gates["lam"], rule_of(test), log_decay=gates["log_decay"],
+        S=leaves["S"], key=leaves["key"], has_key=has_key, mask=mask, cu_seqlens=cu,
+    )  # fmt: skip
+
+
+def judge(test: Case, leaves: dict, around):
+    """The library's recurrence, one token at a time, in float64."""
+    has_key, mask, cu = around
+    rule, state = rule_of(test), leaves["S"]
+    H, V = test.shape[3], test.shape[5]
+    if test.key:
+        N = len(leaves["key"])
+        S = leaves["S"] if test.state else leaves["v"].new_zeros(N, H, leaves["k"].shape[-1], V)
+        state = fw.State.fresh(S, rule, num_key_heads=test.shape[2])._replace(key=leaves["key"], has_key=has_key)
+    common = {"form": "recurrent", "backend": "torch", "initial_state": state, "output_final_state": True}
+    common |= {"cu_seqlens": cu, "mask": mask}
+    q, k, v, beta, gate = (leaves[name] for name in ("q", "k", "v", "beta", "gate"))
+    if test.rule == "delta":
+        o, last = fw.delta_rule(q, k, v, beta, gate, **common)
+    elif test.rule == "linear":
+        o, last = fw.linear_attention(q, k, v, gate, **common)
+    else:
+        o, last = fw.fast_weight_attention(q, k, v, beta, gate, rule, **common)
+    return o, last.S
+
+
+def outcome(run, test: Case, inputs: dict, around, pull) -> dict[str, torch.Tensor]:
+    """Values and gradients of one implementation, by name."""
+    leaves = {n: None if t is None else t.detach().clone().requires_grad_() for n, t in inputs.items()}
+    o, S = run(test, leaves, around)
+    torch.autograd.backward([o, S], [pull[0].to(o.dtype), pull[1].to(S.dtype)])
+    found = {"o": o.detach(), "final S": S.detach()}
+    for name, leaf in leaves.items():
+        if leaf is not None:
+            assert leaf.grad is not None, f"no gradient of {name}"
+            found[f"gradient of {name}"] = leaf.grad
+    return found
+
+
+def check(test: Case, dtype: torch.dtype, device: str) -> None:
+    inputs, around = make(test, dtype, device), surroundings(test, device)
+    B, T, _Hk, H, K, V = test.shape
+    N = B if test.cuts is None else len(test.cuts) - 1
+    random = torch.Generator().manual_seed(3)
+    pull = torch.randn(B, T, H, V, generator=random).to(device, dtype), torch.randn(N, H, K, V, generator=random)
+    pull = pull[0], pull[1].to(device)
+    ours = outcome(kernel, test, inputs, around, pull)
+    wide = {name: None if value is None else value.double() for name, value in inputs.items()}
+    theirs = outcome(judge, test, wide, around, pull)
+    assert ours.keys() == theirs.keys()
+    wrong = {}
+    for name, expected in theirs.items():
+        got = ours[name].double()
+        assert got.shape == expected.shape, f"{name}: shape {tuple(got.shape)}, expected {tuple(expected.shape)}"
+        scale = expected.double().norm()
+        error = (got - expected.double()).norm() / scale if scale > 0 else got.norm()
+        if not error <= ALLOWED[dtype]:
+            wrong[name] = float(error)
+    assert not wrong, f"relative errors above {ALLOWED[dtype]} for {test}: {wrong}"
+
+
+SMALL = [
+    case("falcon-1"),
+    case("falcon-1", {"timing": "read-before-write"}, shape=(2, 70, 1, 1, 16, 16), state=True, key=True),
+    case("falcon-1", {"ridge": "scaled"}, shape=(2, 70, 1, 2, 24, 16), state=True, key=True, mask=True),
+    case("falcon-1", {"step": "direct", "pairing": "same-step"}, ridge=0.5),
+    case("falcon-1", ridge=1e6, shape=(1, 100, 1, 1, 16, 16)),
+    case("falcon-1", zero_beta=True),
+    case("falcon-1", shape=(1, 90, 1, 1, 16, 16), cuts=(0, 1, 1, 70, 90, 90), state=True, key=True),
+    case("falcon-1", no_gates=True),
+    case("delta", shape=(1, 70, 1, 2, 16, 40), state=True),
+    case("falcon-1a", shape=(2, 70, 1, 2, 16, 24), state=True, key=True, mask=True),
+    case("falcon-1a", {"timing": "read-before-write"}, shape=(1, 90, 1, 1, 16, 16), cuts=(0, 1, 1, 70, 90)),
+    case("linear", shape=(1, 130, 1, 1, 80, 16), state=True),
+    case("falcon-3a", shape=(1, 130, 1, 2, 16, 16), state=True),
+    case("falcon-3a", {"window": 7, "ridge": "scaled", "pairing": "same-step"}, shape=(1, 64, 1, 1, 16, 16)),
+    case("falcon-3a", {"timing": "read-before-write"}, shape=(1, 90, 1, 1, 16, 16), cuts=(0, 1, 1, 64, 90)),
+    case("falcon-3a", ridge=1e6, shape=(1, 70, 1, 1, 16, 16)),
+]
+
+
+@interpreted
+@pytest.mark.parametrize("test", SMALL, ids=lambda test: f"{test.rule}-{SMALL.index(test)}")
+def test_interpreted_kernels_equal_the_recurrence(test):
+    check(test, torch.float32, "cpu")
+
+
+@interpreted
+def test_operators_obey_the_library_rules():
+    """Schema, fake shapes and autograd registration, with and without what is optional; one gradient per input."""
+    from fastweight.kernels.op import scan_forward
+
+    for regression, window, with_state in ((True, 1, True), (False, 4, False)):
+        q, k, v = (torch.randn(1, 5, 1, 4, requires_grad=True) for _ in range(3))
+        beta = torch.rand(1, 5, 1, requires_grad=True)
+        S = torch.randn(1, 1, 4, 4, requires_grad=True) if with_state else None
+        flags = (1e-6, 1e-4, True, False, False, False, False, False, window, regression, True)
+        torch.library.opcheck(scan_forward, (q, k, v, beta, None, S, None, None, None, None, *flags))
+
+
+@interpreted
+def test_no_tokens_return_the_state():
+    q, v = torch.zeros(2, 0, 1, 16), torch.zeros(2, 0, 1, 8)
+    S = torch.randn(2, 1, 16, 8)
+    for name in ("falcon-1", "falcon-1a"):
+        o, last = dispatch.scan(q, q, v, None, None, fw.RULES[name], S=S)
+        assert o.shape == v.shape
+        assert torch.equal(last, S)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is that process")
+@pytest.mark.slow
+def test_kernels_interpreted():
+    """Runs the tests above under the interpreter."""
+    pytest.importorskip("triton")
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", __file__, "-k", "not gpu"]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
+    assert run.stdout.count(".") >= len(SMALL) + 2, run.stdout[-500:]
+
+
+def test_reasons_name_what_is_missing(monkeypatch):
+    q = torch.zeros(1, 2, 1, 16)
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    assert "CUDA" in dispatch.supported(q, q, q, None, None, fw.RULES["falcon-1"])
+    assert "column" in dispatch.supported(q, q, q, None, None, fw.RULES["falcon-2a"])
+    assert "regression" in dispatch.supported(q, q, q, None, None, fw.RULES["falcon-3"])
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    assert "mask" in dispatch.supported(q, q, q, None, None, fw.RULES["falcon-3a"], mask=mask)
+    double = q.double()
+    assert "float64" in dispatch.supported(double, double, double, None, None, fw.RULES["falcon-1"])
+    wide = torch.zeros(1, 2, 1, 300)
+    assert "300" in dispatch.supported(wide, wide, q, None, None, fw.RULES["falcon-1"])
+    with pytest.raises(ValueError, match="backend"):
+        dispatch.scan(q, q, q, None, None, fw.RULES["falcon-3"])
+
+
+def at(test: Case, *shape: int) -> Case:
+    return replace(test, shape=shape)
+
+
+LARGE = [case("falcon-1"), case("delta", state=True), case("falcon-1a"), case("linear", state=True), case("falcon-3a")]
+WIDTHS = [(64, 64), (128, 128), (128, 64), (16, 24), (80, 48), (256, 256)]
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+class TestOnDevice:
+    pytestmark = gpu
+
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    @pytest.mark.parametrize("widths", WIDTHS, ids=str)
+    @pytest.mark.parametrize("test", LARGE, ids=lambda test: test.rule)
+    def test_widths_and_dtypes(self, test, widths, dtype):
+        check(at(test, 2, 200, 1, 2, *widths), dtype, "cuda")
+
+    @pytest.mark.parametrize("T", [1, 63, 64, 65, 128])
+    @pytest.mark.parametrize("test", LARGE, ids=lambda test: test.rule)
+    def test_lengths(self, test, T):
+        check(at(test, 1, T, 2, 2, 64, 64), torch.bfloat16, "cuda")
+
+    @pytest.mark.parametrize("test", SMALL, ids=lambda test: f"{test.rule}-{SMALL.index(test)}")
+    def test_options(self, test):
+        check(at(test, *test.shape[:4], 64, 64), torch.bfloat16, "cuda")
+
+    @pytest.mark.parametrize("rule", ["falcon-1", "falcon-1a", "falcon-3a"])
+    def test_strong_decay_and_large_gain(self, rule):
+        check(case(rule, shape=(1, 232, 1, 2, 128, 128), ridge=1e6), torch.bfloat16, "cuda")
+        check(case(rule, shape=(1, 232, 1, 2, 128, 128), beta=2.0, ridge=0.1), torch.bfloat16, "cuda")
+
+    def test_same_result_twice(self):
+        test = case("falcon-1", shape=(2, 300, 2, 2, 128, 128))
+        inputs, around = make(test, torch.bfloat16, "cuda"), surroundings(test, "cuda")
+        pull = torch.randn(2, 300, 2, 128, device="cuda"), torch.randn(2, 2, 128, 128, device="cuda")
+        first, second = (outcome(kernel, test, inputs, around, pull) for _ in range(2))
+        for name, value in first.items():
+            assert torch.equal(value, second[name]), name
+
+    def test_compiles_whole_and_captures(self):
+        test = case("falcon-1", shape=(1, 128, 1, 1, 64, 64))
+        inputs, around = make(test, torch.bfloat16, "cuda"), surroundings(test, "cuda")
+        expected = kernel(test, inputs, around)
+        compiled = torch.compile(lambda leaves: kernel(test, leaves, around), fullgraph=True)
+        for got, value in zip(compiled(inputs), expected, strict=True):
+            assert torch.equal(got, value)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = kernel(test, inputs, around)
+        graph.replay()
+        for got, value in zip(captured, expected, strict=True):
+            assert torch.equal(got, value)
