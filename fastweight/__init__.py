@@ -7,6 +7,8 @@ the Auto classes learn `model_type = "fastweight"` as soon as transformers is th
 from typing import TYPE_CHECKING, Any
 
 from fastweight.memory.attention import delta_rule, fast_weight_attention, linear_attention, step
+from fastweight.memory.maps import ChunkMap, chunk_maps
+from fastweight.memory.online import online_ridge, recursive_least_squares
 from fastweight.memory.rules import RULES, Rule
 from fastweight.memory.state import State
 
@@ -14,14 +16,18 @@ __version__ = "0.1.0"
 
 __all__ = [
     "RULES",
+    "ChunkMap",
     "FastWeightAttention",
     "FastWeightConfig",
     "FastWeightForCausalLM",
     "Rule",
     "State",
+    "chunk_maps",
     "delta_rule",
     "fast_weight_attention",
     "linear_attention",
+    "online_ridge",
+    "recursive_least_squares",
     "step",
 ]
 

@@ -33,10 +33,8 @@ def block(
     H = S.shape[1]
     C = min(chunk_size or default_chunk(writes), T)
     read_before = timing == "read-before-write"
-    log_decay = writes.log_decay.clamp(min=_SMALLEST_LOG)
-    gates = _chunks(writes.gain, C), _chunks(log_decay, C)
-    pairs, window = _pairs(writes, C, H)
-    inputs = (_chunks(_per_head(q, H), C), *pairs, *gates, S.flatten(0, 1))
+    x, y, gain, log_decay, window = chunked(writes, C, H)
+    inputs = (_chunks(_per_head(q, H), C), x, y, gain, log_decay, S.flatten(0, 1))
     if writes.gain.ndim == 4:
         o, last = column_block(*inputs, read_before, writes.residual)
     elif writes.residual == "none":
@@ -47,6 +45,12 @@ def block(
         o, last = Sliding.apply(*inputs, window, read_before, writes.residual == "before-decay")  # type: ignore[misc]
     o = rearrange(o, "n (b h) c v -> b (n c) h v", b=B)[:, :T]
     return o, last.unflatten(0, (B, H))
+
+
+def chunked(writes: Writes, C: int, H: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Band | None]:
+    """x, y, gain and log_decay in chunk layout, and where the windows lie in them."""
+    (x, y), window = _pairs(writes, C, H)
+    return x, y, _chunks(writes.gain, C), _chunks(writes.log_decay.clamp(min=_SMALLEST_LOG), C), window
 
 
 def default_chunk(writes: Writes) -> int:
