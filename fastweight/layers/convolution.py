@@ -6,9 +6,11 @@ cache. A packed document never sees its neighbour. Zeros stand for "nothing yet"
 """
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from fastweight.layers.parts import at_least_float32
 
 
 def document_of(cu_seqlens: Int[Tensor, " N+1"], num_tokens: int) -> Int[Tensor, " T"]:
@@ -21,6 +23,31 @@ def position_in_document(cu_seqlens: Int[Tensor, " N+1"], num_tokens: int) -> In
     """Position of each packed token counted from the start of its document."""
     starts = cu_seqlens.long().index_select(0, document_of(cu_seqlens, num_tokens))
     return torch.arange(num_tokens, device=cu_seqlens.device) - starts
+
+
+class _Taps(torch.autograd.Function):
+    """y_t = sum_j weight[:, j] window_{t+j}, as W scaled additions: twice as fast as a grouped conv1d on a CPU, and
+    elementwise work that a compiler fuses into one kernel."""
+
+    @staticmethod
+    def forward(ctx, window, weight):  # [N, T+W-1, D], [D, W] -> [N, T, D]
+        ctx.save_for_backward(window, weight)
+        T = window.shape[1] - weight.shape[1] + 1
+        y = window[:, :T] * weight[:, 0]
+        for j in range(1, weight.shape[1]):
+            y.addcmul_(window[:, j : j + T], weight[:, j])
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):  # type: ignore[override]
+        window, weight = ctx.saved_tensors
+        T = dy.shape[1]
+        d_window, d_weight = torch.zeros_like(window), []
+        for j in range(weight.shape[1]):
+            d_window[:, j : j + T].addcmul_(dy, weight[:, j])
+            d_weight.append((at_least_float32(dy) * window[:, j : j + T]).sum((0, 1)))
+        return d_window, torch.stack(d_weight, dim=1).to(weight.dtype)
 
 
 class ShortConvolution(nn.Module):
@@ -63,8 +90,7 @@ class ShortConvolution(nn.Module):
     def _convolve(self, window: Float[Tensor, "N L D"]) -> Float[Tensor, "N L-W+1 D"]:
         if window.shape[1] < self.width:  # no token at all
             return window[:, :0]
-        channels = window.shape[-1]
-        return F.conv1d(window.mT, self.weight.to(window.dtype).unsqueeze(1), groups=channels).mT
+        return _Taps.apply(window, self.weight.to(window.dtype))  # type: ignore[no-any-return]
 
     def _masked(
         self, x: Float[Tensor, "B T D"], mask: Bool[Tensor, "B T"], cache: Float[Tensor, "B W-1 D"]
