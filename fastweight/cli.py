@@ -4,6 +4,7 @@ Trap: `fastweight --help` must answer at once, so torch and transformers are imp
 is the user's mistake and ends as one readable line with exit code 2; anything else keeps its traceback.
 """
 
+import importlib.util
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -149,7 +150,14 @@ def info() -> None:
     print(f"recipes      {', '.join(recipe_names())}")
 
 
+def _need(package: str, what: str) -> None:
+    """End with one line when a package of the `train` extra is missing."""
+    if importlib.util.find_spec(package) is None:
+        raise ValueError(f'{what} needs {package}, which is not installed: pip install "fastweight[train]"')
+
+
 def _train(run: "Run", run_dir: Path, allow_changes: bool, console: Console) -> Path:
+    _need("accelerate", "training")
     from fastweight.training import train
 
     try:
@@ -162,6 +170,7 @@ def _train(run: "Run", run_dir: Path, allow_changes: bool, console: Console) -> 
 def _evaluate_addition(
     runs: list[Path], out: Path, widths: tuple[int, int] | None, problems: int | None, generate: bool
 ) -> None:
+    _need("matplotlib", "the picture")
     from rich.progress import Progress
 
     from fastweight.evaluation import report

@@ -99,6 +99,18 @@ def test_mistakes_end_in_one_readable_message(
     assert list(tmp_path.iterdir()) == []  # nothing was begun
 
 
+def test_a_missing_extra_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert run_main(monkeypatch, "train", "addition", "--out", str(tmp_path)) == 2
+    assert 'training needs accelerate, which is not installed: pip install "fastweight[train]"' in " ".join(
+        capsys.readouterr().err.split()
+    )
+    assert run_main(monkeypatch, "eval", "addition", str(tmp_path)) == 2
+    assert "matplotlib" in capsys.readouterr().err
+
+
 def test_an_interruption_says_how_to_go_on(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -97,24 +97,15 @@ def evaluate(
     if not 1 <= low <= high:
         raise ValueError(f"widths: got {low} to {high}, expected a range of digits from 1 up")
     count = task.test_problems if num_problems is None else num_problems
-    names = _names([run for _, run in found], paths)
     results = []
-    for name, (checkpoint, run) in zip(names, found, strict=True):
+    for name, (checkpoint, run) in zip(_names([run for _, run in found], paths), found, strict=True):
         model, scores = load_model(checkpoint), []
         for width in range(low, high + 1):
             progress(name, width - low, high - low + 1)
             scores.append(score(model, held_out(width, count, task.test_seed), generate=generate))
-        progress(name, high - low + 1, high - low + 1)
-        results.append(
-            ModelScores(
-                name=name,
-                checkpoint=str(checkpoint),
-                mixer=str(run.model.get("mixer", "")),
-                num_parameters=sum(p.numel() for p in model.parameters()),
-                train_widths=run.task.train_widths,
-                scores=tuple(scores),
-            )
-        )
+        size = sum(p.numel() for p in model.parameters())
+        mixer = str(run.model.get("mixer", ""))
+        results.append(ModelScores(name, str(checkpoint), mixer, size, run.task.train_widths, tuple(scores)))
     return results
 
 

@@ -6,6 +6,7 @@ Trap: matplotlib's pyplot keeps global state and may look for a screen; the figu
 from collections.abc import Sequence
 from pathlib import Path
 
+from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
@@ -36,14 +37,16 @@ def draw(results: Sequence[ModelScores], path: Path) -> None:
                 markersize=5,
                 label=result.name,
             )
-        panel.set_title(title)
-        panel.set_xlabel("digits in each number")
+        panel.set(title=title, xlabel="digits in each number", ylim=(-3, 103))
         panel.set_ylabel(f"% of {results[0].scores[0].count} problems a width" if field == "exact" else "% of digits")
-        panel.set_ylim(-3, 103)
-        panel.set_xlim(results[0].scores[0].width - 0.5, results[0].scores[-1].width + 0.5)
-        panel.xaxis.set_major_locator(MaxNLocator(integer=True))
-        panel.grid(axis="y", color="#DDDDDD", linewidth=0.6)
-        panel.spines[["top", "right"]].set_visible(False)
+        _tidy(panel, results[0])
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 5), frameon=False)
     figure.savefig(path, dpi=150)
+
+
+def _tidy(panel: Axes, result: ModelScores) -> None:
+    panel.set_xlim(result.scores[0].width - 0.5, result.scores[-1].width + 0.5)
+    panel.xaxis.set_major_locator(MaxNLocator(integer=True))
+    panel.grid(axis="y", color="#DDDDDD", linewidth=0.6)
+    panel.spines[["top", "right"]].set_visible(False)

@@ -35,7 +35,7 @@ class CompleteCheckpoints(TrainerCallback):
 
 
 class ProgressBar(TrainerCallback):
-    """A bar with steps, rate, time left and the last loss, on process 0."""
+    """A bar with steps, rate, time left and the last loss, on process 0; in a file, a line every tenth of the way."""
 
     def __init__(self, title: str, console: Console) -> None:
         self.title = title
@@ -63,6 +63,11 @@ class ProgressBar(TrainerCallback):
         if state.is_world_process_zero:
             rate = (state.global_step - self.first_step) / max(time.monotonic() - self.started, 1e-9)
             self.progress.update(self.task, completed=state.global_step, rate=f"{rate:.1f} steps/s")
+            tenth = max(state.max_steps // 10, 1)
+            if not self.progress.console.is_terminal and state.global_step % tenth == 0:
+                left = (state.max_steps - state.global_step) / rate
+                text = f"{self.title}: step {state.global_step} of {state.max_steps}, {rate:.1f} steps/s, {left:.0f} s left"
+                self.progress.console.print(text, highlight=False, soft_wrap=True)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
         if state.is_world_process_zero and logs and "loss" in logs:

@@ -105,22 +105,13 @@ def build_trainer(run: Run, run_dir: Path, accumulation: int, model: Any) -> Tra
 
 def training_arguments(run: Run, run_dir: Path, accumulation: int) -> TrainingArguments:
     """The settings of transformers.Trainer that follow from a run."""
-    optimizer, settings = run.optimizer, run.training
+    settings = run.training
     args = TrainingArguments(
         output_dir=str(run_dir),
         max_steps=settings.steps,
         per_device_train_batch_size=1,
         gradient_accumulation_steps=accumulation,
         train_sampling_strategy="sequential",
-        optim="adamw_torch_fused",
-        learning_rate=optimizer.learning_rate,
-        adam_beta1=optimizer.betas[0],
-        adam_beta2=optimizer.betas[1],
-        adam_epsilon=optimizer.eps,
-        weight_decay=optimizer.weight_decay,
-        max_grad_norm=optimizer.clip,
-        lr_scheduler_type="cosine",
-        warmup_steps=optimizer.warmup_steps,
         bf16=settings.precision == "bf16",
         use_cpu=settings.device == "cpu",
         seed=settings.seed,
@@ -132,10 +123,26 @@ def training_arguments(run: Run, run_dir: Path, accumulation: int) -> TrainingAr
         dataloader_pin_memory=torch.cuda.is_available() and settings.device == "auto",
         disable_tqdm=True,
         report_to=[],
+        **_optimizer_arguments(run),
     )
     if args.n_gpu > 1:
         args._n_gpu = 1  # one process, one device: the Trainer would wrap the model in DataParallel
     return args
+
+
+def _optimizer_arguments(run: Run) -> dict[str, Any]:
+    optimizer = run.optimizer
+    return {
+        "optim": "adamw_torch_fused",
+        "learning_rate": optimizer.learning_rate,
+        "adam_beta1": optimizer.betas[0],
+        "adam_beta2": optimizer.betas[1],
+        "adam_epsilon": optimizer.eps,
+        "weight_decay": optimizer.weight_decay,
+        "max_grad_norm": optimizer.clip,
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": optimizer.warmup_steps,
+    }
 
 
 def _starting_point(run_dir: Path, record: dict[str, Any], allow_changes: bool, console: Console) -> Path | None:
