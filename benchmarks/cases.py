@@ -1,9 +1,10 @@
 """What the CPU benchmark times, as data: shapes, contestants, races and their targets.
 
-Every contestant computes the memory of one rule from the same tensors (q, k, v, beta, lam), so one float64 recurrence
-judges them all. Falcon-1 written for an op that takes the residual on the *decayed* state needs gain eta / gamma and
-target gamma * v; that translation (`as_delta_rule`) is differentiable for the gate and done before the clock starts, so
-`delta_rule` and the transformers fallback are timed without the step sizes that `falcon-1` computes inside its call.
+Every contestant computes its memory from the same tensors (q, k, v, beta, lam) and is judged by the float64 recurrence
+of its rule (least squares by its normal equations). Falcon-1 written for an op that takes the residual on the *decayed*
+state needs gain eta / gamma and target gamma * v; that translation (`as_delta_rule`) is differentiable for the gate and
+done before the clock starts, so `delta_rule` and the transformers fallback are timed without the step sizes that
+`falcon-1` computes inside its call.
 
 Trap: the transformers fallback multiplies q by K**-0.5. Ours scales nothing, so its q is scaled up beforehand.
 """
@@ -20,6 +21,7 @@ from torch import Tensor
 import fastweight as fw
 from benchmarks.gate import Tensors
 
+Run = Callable[[Tensors, bool], tuple[Tensor, Tensor | None]]
 Mode = Literal["fwd", "fwd+bwd"]
 MODES: tuple[Mode, ...] = ("fwd", "fwd+bwd")
 
@@ -53,11 +55,15 @@ class Target:
 
 @dataclass(frozen=True)
 class Contestant:
-    """One way to compute the memory of `rule`: run(prepare(inputs), final_state) -> (o, S or None)."""
+    """One way to compute a memory: run(prepare(inputs), final_state) -> (o, S or None).
+
+    rule: decides the inputs. judge: what it must equal in float64; None is the recurrence of the rule.
+    """
 
     rule: str
-    run: Callable[[Tensors, bool], tuple[Tensor, Tensor | None]]
+    run: Run
     prepare: Callable[[Tensors], Tensors] = dict
+    judge: Run | None = None
 
 
 @dataclass(frozen=True)
@@ -162,12 +168,42 @@ def run_transformers(inputs: Tensors, final_state: bool) -> tuple[Tensor, Tensor
     )
 
 
+def without_gates(inputs: Tensors) -> dict[str, Tensor]:
+    """For a solver without steps."""
+    return {name: inputs[name] for name in ("q", "k", "v")}
+
+
+def run_online_ridge(inputs: Tensors, final_state: bool) -> tuple[Tensor, Tensor | None]:
+    """The reference solver that is falcon-1 without the floor under the carry."""
+    q, k, v, beta, lam = (inputs[name] for name in ("q", "k", "v", "beta", "lam"))
+    eps = fw.RULES["falcon-1"].eps
+    o, state = fw.online_ridge(q, k, v, beta, lam, eps=eps, output_final_state=final_state)
+    return o, None if state is None else state.S
+
+
+def run_least_squares(inputs: Tensors, final_state: bool) -> tuple[Tensor, Tensor | None]:
+    """The exact solution of the cumulative ridge problem, lambda = 1, token by token."""
+    o, state = fw.recursive_least_squares(inputs["q"], inputs["k"], inputs["v"], output_final_state=final_state)
+    return o, None if state is None else state.S
+
+
+def solve_least_squares(inputs: Tensors, final_state: bool) -> tuple[Tensor, Tensor | None]:
+    """The same from its normal equations, one solve per token: the judge of the recursion."""
+    x = torch.nn.functional.pad(inputs["k"][:, :-1], (0, 0, 0, 0, 1, 0))
+    moments = torch.einsum("bthk,bthl->bthkl", x, x).cumsum(1) + torch.eye(x.shape[-1], dtype=x.dtype)
+    S = torch.linalg.solve(moments, torch.einsum("bthk,bthv->bthkv", x, inputs["v"]).cumsum(1))
+    return torch.einsum("bthkv,bthk->bthv", S, inputs["q"]), S[:, -1] if final_state else None
+
+
 def contestants(chunk_size: int | None = None) -> dict[str, Contestant]:
     """Everything that can be raced, by name; `chunk_size` overrides the op's own choice (for tuning)."""
     rules = {name: Contestant(name, partial(run_rule, rule=name, chunk_size=chunk_size)) for name in fw.RULES}
     return rules | {
         "delta_rule": Contestant("falcon-1", partial(run_delta_rule, chunk_size=chunk_size), as_delta_rule),
         "transformers": Contestant("falcon-1", run_transformers, as_transformers),
+        "falcon-1 recurrent": recurrence("falcon-1"),
+        "online_ridge": Contestant("falcon-1", run_online_ridge),
+        "recursive_least_squares": Contestant("falcon-1", run_least_squares, without_gates, solve_least_squares),
     }
 
 
@@ -207,6 +243,14 @@ RACES = (
             ("falcon-2a", "fwd+bwd"): 3.0,
             ("falcon-3a", "fwd+bwd"): 1.2,
         },
+    ),
+    Race(
+        "The reference solvers, token by token",
+        Shape(1, 256, 4, 64),
+        "falcon-1 recurrent",
+        ("falcon-1 recurrent", "online_ridge", "recursive_least_squares", "falcon-1"),
+        "cost",
+        {},
     ),
 )
 

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from benchmarks import cases, report, stages, timing
 
-WIDTH = 100  # of the tables where the output is a file
+WIDTH = 110  # of the tables where the output is a file
 
 
 def pick(race: cases.Race, wanted: re.Pattern[str]) -> list[str]:
@@ -85,4 +85,6 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command()(main)
+    app()

@@ -30,13 +30,14 @@ def gate_contestant(name: str, contestant: Contestant, shape: Shape, ours: Conte
     """Values and gradients over a few ragged chunks, then at the timed shape (against ours if it is a peer)."""
     rule, op = contestant.rule, as_op(contestant)
     short = Shape(1, min(cases.GATE_TOKENS, shape.T), min(shape.H, 2), shape.D)
-    judge, wide, limit = as_op(cases.recurrence(rule)), torch.float64, cases.TOLERANCE
+    reference = cases.recurrence(rule) if contestant.judge is None else Contestant(rule, contestant.judge)
+    judge, wide, limit = as_op(reference), torch.float64, cases.TOLERANCE
     few, full = cases.make_inputs(short, rule), cases.make_inputs(shape, rule)
-    title = f"{name} {short} against the float64 recurrence"
+    title = f"{name} {short} in float64"
     first = gate.check(title, op, judge, few, limit, judge_dtype=wide)
     if ours is not None:
         return [first, gate.check(f"{name} {shape} against {ours.rule}", op, as_op(ours), full, limit)]
-    title = f"{name} {shape} against the float64 recurrence, values"
+    title = f"{name} {shape} in float64, values"
     return [first, gate.check(title, op, judge, full, limit, judge_dtype=wide, gradients=False)]
 
 
