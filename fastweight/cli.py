@@ -5,6 +5,7 @@ is the user's mistake and ends as one readable line with exit code 2; anything e
 """
 
 import importlib.util
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -35,8 +36,12 @@ Mixer = Annotated[str | None, typer.Option(help="Mixer of every layer, as falcon
 
 
 def _console() -> Console:
-    """Messages and bars go to stderr, so that stdout holds results only."""
-    return Console(stderr=True)
+    """Messages and bars go to stderr, so that stdout holds results only; under torchrun, process 0 alone speaks."""
+    return Console(stderr=True, quiet=not _speaks())
+
+
+def _speaks() -> bool:
+    return os.environ.get("RANK", "0") == "0"
 
 
 @train_app.command("addition", epilog="Example: fastweight train addition --recipe addition-tiny --mixer falcon-3a")
@@ -54,7 +59,9 @@ def train_addition(
 
     run = load_recipe(recipe, [*([f"model.mixer={mixer}"] if mixer else []), *(overrides or [])])
     run_dir = out or Path("runs") / run.name / (mixer or str(run.model.get("mixer", "default")))
-    print(_train(run, run_dir, allow_changes, _console()))
+    checkpoint = _train(run, run_dir, allow_changes, _console())
+    if _speaks():
+        print(checkpoint)
 
 
 @eval_app.command("addition", epilog="Example: fastweight eval addition runs/addition-tiny/* --out runs/report")

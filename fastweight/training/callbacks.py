@@ -66,8 +66,8 @@ class ProgressBar(TrainerCallback):
             tenth = max(state.max_steps // 10, 1)
             if not self.progress.console.is_terminal and state.global_step % tenth == 0:
                 left = (state.max_steps - state.global_step) / rate
-                text = f"{self.title}: step {state.global_step} of {state.max_steps}, {rate:.1f} steps/s, {left:.0f} s left"
-                self.progress.console.print(text, highlight=False, soft_wrap=True)
+                done = f"step {state.global_step} of {state.max_steps}, {rate:.1f} steps/s, {left:.0f} s left"
+                self.progress.console.print(f"{self.title}: {done}", highlight=False, soft_wrap=True)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
         if state.is_world_process_zero and logs and "loss" in logs:

@@ -112,6 +112,7 @@ def training_arguments(run: Run, run_dir: Path, accumulation: int) -> TrainingAr
         per_device_train_batch_size=1,
         gradient_accumulation_steps=accumulation,
         train_sampling_strategy="sequential",
+        ddp_find_unused_parameters=False,
         bf16=settings.precision == "bf16",
         use_cpu=settings.device == "cpu",
         seed=settings.seed,
