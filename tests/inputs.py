@@ -1,8 +1,8 @@
 """Seeded inputs for the memory's tests, and the two runs that every one of them compares.
 
 `draw(...)` makes one problem (q, k, v, beta, lam, S0 and the weights of a scalar loss); `run(...)` calls a function on
-leaf copies of it and returns outputs, final state and the gradient of that loss for every input. Values and gradients
-are always compared together, by `check`.
+leaf copies of it and returns outputs, final state and the gradient of that loss for every input; `attend(...)` is the
+public operator as such a function. Values and gradients are always compared together, by `check`.
 """
 
 from typing import NamedTuple
@@ -11,6 +11,8 @@ import torch
 from conftest import assert_close
 from longhand import longhand
 from torch import Tensor
+
+import fastweight as fw
 
 NAMES = ("q", "k", "v", "beta", "lam", "S0")
 
@@ -89,6 +91,22 @@ def run(function, problem: Problem, use=("o", "S")) -> Result:
         name: torch.zeros_like(u) if g is None else g for (name, u), g in zip(wanted.items(), found, strict=True)
     }
     return Result(o.detach(), None if S is None else S.detach(), gradients)
+
+
+def attend(rule, form="auto", chunk_size=None, **keywords):
+    """The operator as a function for `run`, its promises about dtypes checked on the way."""
+
+    def function(q, k, v, beta, lam, S0):
+        o, state = fw.fast_weight_attention(
+            q, k, v, beta, lam, rule, form=form, chunk_size=chunk_size, backend="torch",
+            initial_state=S0, output_final_state=True, **keywords,
+        )  # fmt: skip
+        assert o.dtype == v.dtype, f"o is {o.dtype}, expected the dtype of v, {v.dtype}"
+        kept = torch.float64 if v.dtype == torch.float64 else torch.float32
+        assert state.S.dtype == kept, f"S is {state.S.dtype}, expected {kept}"
+        return o, state.S
+
+    return function
 
 
 def expect(problem: Problem, rule, mask=None, use=("o", "S")) -> Result:

@@ -11,7 +11,7 @@ from itertools import product
 import pytest
 import torch
 from conftest import assert_close
-from inputs import check, draw, expect, run
+from inputs import attend, check, draw, expect, run
 
 import fastweight as fw
 
@@ -27,22 +27,6 @@ GRID = list(
         ("normalized", "direct"),
     )
 )
-
-
-def attend(rule, form, chunk_size=None, **keywords):
-    """The public operator as a function of leaf inputs (see inputs.run)."""
-
-    def function(q, k, v, beta, lam, S0):
-        o, state = fw.fast_weight_attention(
-            q, k, v, beta, lam, rule, form=form, chunk_size=chunk_size, backend="torch",
-            initial_state=S0, output_final_state=True, **keywords,
-        )  # fmt: skip
-        assert o.dtype == v.dtype, f"o is {o.dtype}, expected the dtype of v, {v.dtype}"
-        kept = torch.float64 if v.dtype == torch.float64 else torch.float32
-        assert state.S.dtype == kept, f"S is {state.S.dtype}, expected {kept}"
-        return o, state.S
-
-    return function
 
 
 @lru_cache(maxsize=512)

@@ -7,7 +7,7 @@ people's code (transformers' gated delta rule) or the textbook recurrence.
 import pytest
 import torch
 from conftest import assert_close
-from inputs import Problem, Result, check, draw, expect, leaves, loss_of, run
+from inputs import Problem, Result, attend, check, draw, expect, leaves, loss_of, run
 from longhand import gated_delta_longhand, linear_attention_longhand
 from transformers.models.qwen3_next.modeling_qwen3_next import (
     torch_chunk_gated_delta_rule,
@@ -19,17 +19,6 @@ import fastweight as fw
 FORMS = [("recurrent", None), ("masked", None), ("chunk", 4)]
 R = fw.RULES
 EXACT = torch.float64
-
-
-def attend(rule, form="chunk", chunk_size=4):
-    def function(q, k, v, beta, lam, S0):
-        size = chunk_size if form == "chunk" else None
-        o, state = fw.fast_weight_attention(
-            q, k, v, beta, lam, rule, form=form, chunk_size=size, initial_state=S0, output_final_state=True
-        )
-        return o, state.S
-
-    return function
 
 
 # Reductions (SPEC section 3)
@@ -161,8 +150,8 @@ def test_scaled_ridge_forgets_the_scale_of_keys(name, pairing, scale):
     rule = R[name].replace(ridge="scaled", eps=tiny, pairing=pairing)
     problem = draw(rule)
     moved = problem._replace(q=problem.q * scale, k=problem.k * scale, S0=problem.S0 / scale)
-    o, S = attend(rule)(*problem[:6])
-    o_moved, S_moved = attend(rule)(*moved[:6])
+    o, S = attend(rule, "chunk", 4)(*problem[:6])
+    o_moved, S_moved = attend(rule, "chunk", 4)(*moved[:6])
     assert_close(o_moved, o, EXACT, "forward", "o")
     assert_close(S_moved * scale, S, EXACT, "state", "S")
 
@@ -174,7 +163,7 @@ def test_outputs_are_linear_in_values_and_state(name):
     a, b = draw(rule, seed=1), draw(rule, seed=2)
     b = b._replace(q=a.q, k=a.k, beta=a.beta, lam=a.lam)
     mixed = a._replace(v=2 * a.v - 3 * b.v, S0=2 * a.S0 - 3 * b.S0)
-    (o_a, S_a), (o_b, S_b), (o, S) = (attend(rule)(*p[:6]) for p in (a, b, mixed))
+    (o_a, S_a), (o_b, S_b), (o, S) = (attend(rule, "chunk", 4)(*p[:6]) for p in (a, b, mixed))
     assert_close(o, 2 * o_a - 3 * o_b, EXACT)
     assert_close(S, 2 * S_a - 3 * S_b, EXACT, "state")
 
@@ -185,17 +174,17 @@ def test_the_future_does_not_reach_the_past(name, timing):
     """Changing token t leaves every earlier output alone, and the key of token t too under next-latent pairing."""
     rule = R[name].replace(timing=timing, pairing="next-latent")
     problem = draw(rule, B=1, T=9)
-    o, _ = attend(rule)(*problem[:6])
+    o, _ = attend(rule, "chunk", 4)(*problem[:6])
     for t in (1, 4, 8):
         other = {n: getattr(problem, n).clone() for n in ("q", "k", "v", "beta", "lam")}
         for value in other.values():
             value[:, t:] = value[:, t:].flip(1) * 0.7 + 0.1
-        changed, _ = attend(rule)(**other, S0=problem.S0)
+        changed, _ = attend(rule, "chunk", 4)(**other, S0=problem.S0)
         assert_close(changed[:, :t], o[:, :t], EXACT, "forward", f"before {t}")
         assert (changed[:, t] - o[:, t]).abs().max() > 1e-3
     other = problem.k.clone()
     other[:, 8] += 1
-    changed, _ = attend(rule)(problem.q, other, *problem[2:6])
+    changed, _ = attend(rule, "chunk", 4)(problem.q, other, *problem[2:6])
     assert_close(changed, o, EXACT, "forward", "the last key is written nowhere yet")
 
 
