@@ -6,6 +6,7 @@ the Auto classes learn `model_type = "fastweight"` as soon as transformers is th
 
 from typing import TYPE_CHECKING, Any
 
+from fastweight.auto import register_with_transformers
 from fastweight.memory.attention import delta_rule, fast_weight_attention, linear_attention, step
 from fastweight.memory.maps import ChunkMap, chunk_maps
 from fastweight.memory.online import online_ridge, recursive_least_squares
@@ -48,3 +49,6 @@ def __getattr__(name: str) -> Any:
 
         return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'fastweight' has no attribute {name!r}")
+
+
+register_with_transformers()

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from fastweight.memory import checks, packing
+from fastweight.memory import checks, fused, packing
 from fastweight.memory.block import block
 from fastweight.memory.recurrent import recurrent
 from fastweight.memory.rules import Rule, rule_of
@@ -199,18 +199,37 @@ def _attend(inputs: _Inputs, call: _Call, sequence: _Sequence) -> tuple[Tensor, 
     checks.check_cu_seqlens(cu_seqlens, v)
     N = len(v) if cu_seqlens is None else len(cu_seqlens) - 1
     checks.check_state(sequence.initial_state, inputs.k, v, call.rule, N)
-    if call.backend == "triton":
-        checks.fail("backend", "'triton'", "'torch' or 'auto': there is no kernel for this call yet")
+    kernels = _use_kernels(inputs, call, sequence)
     double = any(t is not None and t.dtype == torch.float64 for t in inputs)
     dtype = torch.float64 if double else torch.float32
     state = _start(sequence.initial_state, call.rule, N, inputs.k, v, dtype)
     with torch.autocast(v.device.type, enabled=False):
+        if kernels:
+            last = sequence.output_final_state
+            return fused.attend(*inputs, call.rule, state, last, mask, cu_seqlens)
         inputs = inputs.map(lambda t: t.to(dtype))
         if cu_seqlens is None:
             o, state = _dense(inputs, call, state, mask)
         else:
             o, state = _packed(inputs, call, state, mask, cu_seqlens)
     return o.to(v.dtype), state if sequence.output_final_state else None
+
+
+def _use_kernels(inputs: _Inputs, call: _Call, sequence: _Sequence) -> bool:
+    """Whether the Triton kernels serve this call; a backend that was asked for is obeyed or raises."""
+    device = inputs.v.device.type
+    if call.backend == "torch" or (call.backend == "auto" and (device != "cuda" or inputs.v.shape[1] == 1)):
+        return False
+    if call.form not in ("auto", "chunk") or call.chunk_size is not None:
+        reason = "kernels compute the chunk form, in chunks of their own size"
+    else:
+        start, mask, cu_seqlens = sequence.initial_state, sequence.mask, sequence.cu_seqlens
+        reason = fused.no_kernel(*inputs, call.rule, start, mask, cu_seqlens)
+    if call.backend == "triton" and reason is not None:
+        checks.fail("backend", "'triton'", f"'torch' or 'auto' for this call: {reason}")
+    if call.backend == "auto" and not torch.compiler.is_compiling():
+        fused.tell("torch" if reason else "triton", device, reason or "")
+    return reason is None
 
 
 def _start(initial: State | Tensor | None, rule: Rule, N: int, k: Tensor, v: Tensor, dtype: torch.dtype) -> State:

@@ -66,11 +66,13 @@ def recursive_least_squares(
     Raises:
         ValueError: for inconsistent inputs, for a beta, for lam <= 0.
     """
+    checks.check_qkv(q, k, v)
     if beta is not None:
         checks.fail("beta", type(beta).__name__, "None: recursive least squares has no step size")
     ridge = torch.as_tensor(lam, dtype=torch.float64, device=v.device)
-    if ridge.ndim > 1 or not bool((ridge > 0).all()):
-        checks.fail("lam", lam, "a constant ridge > 0, one number or one per key head")
+    if ridge.numel() not in (1, k.shape[2]) or ridge.ndim > 1 or not bool((ridge > 0).all()):
+        got = f"shape {tuple(ridge.shape)}" if ridge.ndim else lam
+        checks.fail("lam", got, f"a constant ridge > 0, one number or one per key head [{k.shape[2]}]")
     rule = Rule("recursive-least-squares", "regression", pairing=pairing, timing=timing)
 
     def start(memory: State) -> Tensor:
@@ -159,6 +161,11 @@ def _solve(
         )
         initial_state = OnlineState(memory, problem.start(memory))
     checks.check_state(initial_state.memory, k, v, problem.rule, N)
+    wanted, P = problem.start(initial_state.memory), initial_state.P
+    if (P is None) != (wanted is None) or (P is not None and wanted is not None and P.shape != wanted.shape):
+        got = "None" if P is None else f"shape {tuple(P.shape)}"
+        want = "None" if wanted is None else f"{tuple(wanted.shape)}"
+        checks.fail("initial_state.P", got, f"{want}, a state of this very solver")
     if cu_seqlens is None:
         o, state = _loop(problem, initial_state, mask, dtype)
         return o.to(v.dtype), state if output_final_state else None
