@@ -209,6 +209,18 @@ def test_one_key_repeated(name, beta_value):
         check(run(attend(rule, form, chunk_size), problem), expected, torch.float32, f"{form} {chunk_size}")
 
 
+@pytest.mark.parametrize("size", [1e-12, 1e-6, 1e6, 1e10])
+@pytest.mark.parametrize("name", RULES)
+def test_keys_of_any_size(name, size):
+    """Scaled ridge, next to no eps: float32 holds for keys from 1e-12 to 1e10 (their squares still fit)."""
+    rule = R[name].replace(ridge="scaled", eps=1e-30, pairing="same-step")
+    problem = draw(rule, B=1, T=20, H=1, dtype=torch.float32)
+    problem = problem._replace(k=problem.k * size, S0=problem.S0 / size)
+    expected = expect(problem, rule)
+    for form, chunk_size in FORMS[:3]:
+        check(run(attend(rule, form, chunk_size), problem), expected, torch.float32, f"{form} {chunk_size}")
+
+
 # Ties and zeros
 
 
