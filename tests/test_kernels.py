@@ -107,11 +107,11 @@ def surroundings(test: Case, device: str):
     return has_key, mask, cu
 
 
-def kernel(test: Case, leaves: dict, around):
+def kernel(test: Case, leaves: dict, around, rule=None):
     has_key, mask, cu = around
-    gates = {"lam": None, "log_decay": leaves["gate"]} if test.baseline else {"lam": leaves["gate"], "log_decay": None}
+    gates = (None, leaves["gate"]) if test.baseline else (leaves["gate"], None)
     return dispatch.scan(
-        leaves["q"], leaves["k"], leaves["v"], leaves["beta"], gates["lam"], rule_of(test), log_decay=gates["log_decay"],
+        leaves["q"], leaves["k"], leaves["v"], leaves["beta"], gates[0], rule or rule_of(test), log_decay=gates[1],
         S=leaves["S"], key=leaves["key"], has_key=has_key, mask=mask, cu_seqlens=cu,
     )  # fmt: skip
 
@@ -198,6 +198,23 @@ def test_interpreted_kernels_equal_the_recurrence(test):
     check(test, torch.float32, "cpu")
 
 
+SPLIT = [
+    case("falcon-1", {"timing": "read-before-write"}, shape=(2, 330, 1, 1, 16, 16), state=True, key=True, mask=True),
+    case("delta", shape=(1, 330, 1, 2, 16, 24), state=True),
+    case("falcon-1a", shape=(2, 300, 1, 1, 16, 16), ridge=30.0),
+    case("falcon-3a", shape=(1, 330, 1, 1, 16, 16), state=True),
+]
+
+
+@interpreted
+@pytest.mark.parametrize("test", SPLIT, ids=lambda test: test.rule)
+def test_sequences_in_pieces(test, monkeypatch):
+    from fastweight.kernels import launch
+
+    monkeypatch.setattr(launch.Walk, "of", lambda where, programs: launch.Walk(where, 3, -(-where.chunks // 3)))
+    check(test, torch.float32, "cpu")
+
+
 @interpreted
 def test_operators_obey_the_library_rules():
     """Schema, fake shapes and autograd registration, with and without what is optional; one gradient per input."""
@@ -221,6 +238,20 @@ def test_no_tokens_return_the_state():
         assert torch.equal(last, S)
 
 
+@interpreted
+def test_compiles_whole():
+    """One graph, no break, values and gradients the same; a second length compiles once more at most."""
+    test = case("falcon-1", shape=(1, 5, 1, 1, 16, 16))
+    inputs, around = make(test, torch.float32, "cpu"), surroundings(test, "cpu")
+    pull = torch.ones(1, 5, 1, 16), torch.ones(1, 1, 16, 16)
+    rule = rule_of(test)
+    compiled = torch.compile(lambda leaves: kernel(test, leaves, around, rule), fullgraph=True, backend="aot_eager")
+    expected = outcome(kernel, test, inputs, around, pull)
+    got = outcome(lambda _test, leaves, _around: compiled(leaves), test, inputs, around, pull)
+    for name, value in expected.items():
+        assert torch.equal(got[name], value), name
+
+
 @pytest.mark.skipif(INTERPRETED, reason="this is that process")
 @pytest.mark.slow
 def test_kernels_interpreted():
@@ -230,7 +261,7 @@ def test_kernels_interpreted():
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", __file__, "-k", "not gpu"]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
-    assert run.stdout.count(".") >= len(SMALL) + 2, run.stdout[-500:]
+    assert run.stdout.count(".") >= len(SMALL) + len(SPLIT) + 3, run.stdout[-500:]
 
 
 def test_reasons_name_what_is_missing(monkeypatch):
@@ -281,6 +312,11 @@ class TestOnDevice:
         check(case(rule, shape=(1, 232, 1, 2, 128, 128), ridge=1e6), torch.bfloat16, "cuda")
         check(case(rule, shape=(1, 232, 1, 2, 128, 128), beta=2.0, ridge=0.1), torch.bfloat16, "cuda")
 
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+    @pytest.mark.parametrize("test", LARGE, ids=lambda test: test.rule)
+    def test_sequences_in_pieces(self, test, dtype):
+        check(at(test, 1, 2200, 1, 1, 128, 128), dtype, "cuda")
+
     def test_same_result_twice(self):
         test = case("falcon-1", shape=(2, 300, 2, 2, 128, 128))
         inputs, around = make(test, torch.bfloat16, "cuda"), surroundings(test, "cuda")
@@ -293,7 +329,8 @@ class TestOnDevice:
         test = case("falcon-1", shape=(1, 128, 1, 1, 64, 64))
         inputs, around = make(test, torch.bfloat16, "cuda"), surroundings(test, "cuda")
         expected = kernel(test, inputs, around)
-        compiled = torch.compile(lambda leaves: kernel(test, leaves, around), fullgraph=True)
+        rule = rule_of(test)
+        compiled = torch.compile(lambda leaves: kernel(test, leaves, around, rule), fullgraph=True)
         for got, value in zip(compiled(inputs), expected, strict=True):
             assert torch.equal(got, value)
         graph = torch.cuda.CUDAGraph()

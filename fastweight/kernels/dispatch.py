@@ -1,7 +1,7 @@
 """The one door to the kernels: `supported` says why a call cannot run here, `scan` runs it.
 
-Both take what the op has after its checks: q, k, v and gates in the caller's dtypes, a rule (any object with the fields
-of memory.rules.Rule), and the parts of the initial state. Triton is imported when a kernel is called, not before.
+Both take what the op has after its checks: q, k, v and gates in the caller's dtypes, a rule (any object with the
+fields of memory.rules.Rule), and the parts of the initial state. Triton is imported when a kernel is called, not before.
 Traps: a given log_decay (natural log, <= 0, not checked) makes beta the step itself and takes the residual on the decayed
 state, as the delta rules do. Only S comes back: keys and window tails of the next state are copies of inputs.
 """
@@ -39,7 +39,7 @@ def supported(
 
     continues: whether the initial state may hold pairs of an earlier window (it is not fresh).
     """
-    return _rule_reason(rule, log_decay, mask, continues) or _tensor_reason(q, k, v) or _machine_reason(v)
+    return _rule_reason(rule, log_decay, mask, continues) or _tensor_reason(q, k, v) or _machine_reason(v.device)
 
 
 def _rule_reason(rule: Any, log_decay: Tensor | None, mask: Tensor | None, continues: bool) -> str | None:
@@ -68,12 +68,13 @@ def _tensor_reason(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     return None
 
 
-def _machine_reason(v: Tensor) -> str | None:
+@torch.compiler.assume_constant_result
+def _machine_reason(device: torch.device) -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
-    if not v.is_cuda:
-        return None if os.environ.get("TRITON_INTERPRET") == "1" else f"kernels run on CUDA devices, got {v.device}"
-    if torch.cuda.get_device_capability(v.device) < (8, 0):
+    if device.type != "cuda":
+        return None if os.environ.get("TRITON_INTERPRET") == "1" else f"kernels run on CUDA devices, got {device}"
+    if torch.cuda.get_device_capability(device) < (8, 0):
         return "kernels need a CUDA device of capability 8.0 or later"
     return None
 

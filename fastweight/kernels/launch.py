@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
-from einops import reduce
+from einops import rearrange, reduce
 from torch import Tensor
 
 from fastweight.kernels import additive, gates, solve
@@ -108,9 +108,59 @@ def _tables(where: Geometry) -> tuple:
     return where.cu, where.chunk_seq, where.chunk_start, where.length, where.chunks, where.tokens
 
 
-def _walk(where: Geometry) -> tuple:
-    """One segment a sequence, as long as it takes."""
-    return where.cu, where.chunk_start, where.length, where.chunks, where.tokens, 1, 2**30
+class Walk(NamedTuple):
+    """How the chunks of a sequence are walked: in `segments` pieces of `length` chunks, side by side."""
+
+    where: Geometry
+    segments: int
+    length: int
+
+    @classmethod
+    def of(cls, where: Geometry, programs: int) -> "Walk":
+        """One piece a sequence where `programs` fill the device; else pieces, joined through their maps."""
+        if where.cu is not None or not 0 < programs < FEW_PROGRAMS or where.chunks < LEAST_CHUNKS:
+            return cls(where, 1, 2**30)
+        length = -(-where.chunks // min(where.chunks // 4, 2 * FEW_PROGRAMS // programs))
+        return cls(where, -(-where.chunks // length), length)
+
+    @property
+    def arguments(self) -> tuple:
+        where = self.where
+        return where.cu, where.chunk_start, where.length, where.chunks, where.tokens, self.segments, self.length
+
+    def pieces(self, state: Tensor) -> Tensor:
+        """[N segments, ...] as [N, segments, ...]."""
+        return rearrange(state, "(n s) h k v -> n s h k v", s=self.segments)
+
+    def decays(self, decay: Tensor, stride: int) -> Tensor:
+        """What each segment leaves of a state where nothing is subtracted, [N, segments, H, 1, 1]."""
+        where = self.where
+        ends = torch.arange(1, where.chunks + 1, device=decay.device).mul(stride).clamp(max=where.length) - 1
+        total = rearrange(decay, "h (n t) -> n h t", n=where.sequences)[:, :, ends].double()
+        total = torch.nn.functional.pad(total, (0, self.segments * self.length - where.chunks))
+        return torch.exp2(reduce(total, "n h (s c) -> n s h 1 1", "sum", s=self.segments))
+
+
+FEW_PROGRAMS = 132
+LEAST_CHUNKS = 32
+
+
+def _chain(maps: Tensor, local: Tensor, outside: Tensor | None, reverse: bool) -> Tensor:
+    """States [N segments, ...] that segments start from (end at, in reverse), from their maps and what each adds.
+
+    In float64: it costs little, and no setting of the matrix product's precision can touch it.
+    """
+    order = list(range(local.shape[1]))
+    if reverse:
+        order.reverse()
+    state = torch.zeros_like(local[:, 0]) if outside is None else outside
+    found: dict[int, Tensor] = {}
+    for s in order:
+        found[s] = state.float()
+        held = state.double()
+        held = maps[:, s] * held if maps.shape[-1] == 1 else maps[:, s].double() @ held
+        state = held + local[:, s]
+    return torch.stack([found[s] for s in range(local.shape[1])], dim=1).flatten(0, 1)
 
 
 def _steps(plan: Plan, given: Inputs, where: Geometry, nonzero: bool) -> tuple[Tensor, Tensor]:
@@ -144,19 +194,43 @@ def forward_solve(plan, q, k, v, beta, lam, state0, key0, has_key, mask, cu_seql
             solve.invert, (where.slots, H),
             given.k, given.key0, given.previous, eta, decay, inverse, *_tables(where), BK=64, SHIFT=shift,
             DECAYED=plan.decayed, DOT=dot, MERGE="tf32" if dtype == torch.bfloat16 else "tf32x3", **given.widths,
-            num_warps=1, num_stages=1, maxnreg=INVERT_REGISTERS,
+            num_warps=1, num_stages=1, maxnreg=None if dtype == torch.float32 else INVERT_REGISTERS,
         )  # fmt: skip
     tile = serial_tile(K, V, dtype)
     grid = where.sequences * H * triton.cdiv(V, tile.BV)
+    walk = Walk.of(where, grid)
+    if walk.segments > 1:
+        maps, local = _advance(plan, given, walk, (eta, decay, inverse), with_values=True)
+        state0 = _chain(maps, walk.pieces(local), state0, reverse=False)
+        state1 = torch.empty_like(local)
     if grid:
         _launch(
-            solve.forward, (grid,),
+            solve.forward, (grid * walk.segments,),
             given.q, given.k, given.v, given.key0, given.previous, eta, decay, inverse,
-            None if state0 is None else state0.contiguous(), o, residual, states, state1, *_walk(where),
+            None if state0 is None else state0.contiguous(), o, residual, states, state1, *walk.arguments,
             V=V, SHIFT=shift, DECAYED=plan.decayed, BEFORE=plan.before, SAVE=save, DOT=dot, **given.widths,
             **tile._asdict(),
         )  # fmt: skip
+    if walk.segments > 1:
+        state1 = walk.pieces(state1)[:, -1].contiguous()
     return o, state1, eta, decay, inverse, residual, states
+
+
+def _advance(plan: Plan, given: Inputs, walk: Walk, saved: tuple, with_values: bool) -> tuple[Tensor, Tensor]:
+    """Maps [N, segments, H, K, K] of all segments, and what they write from nothing (if with_values)."""
+    H, K, V = given.v.shape[2], given.q.shape[3], given.v.shape[3]
+    tile = serial_tile(K, V, given.v.dtype)
+    count = walk.where.sequences * walk.segments
+    maps = torch.empty(count, H, K, K, dtype=torch.float32, device=given.v.device)
+    local = torch.empty(count if with_values else 0, H, K, V, dtype=torch.float32, device=given.v.device)
+    blocks = triton.cdiv(K, tile.BV) + (triton.cdiv(V, tile.BV) if with_values else 0)
+    _launch(
+        solve.advance, (count * H * blocks,),
+        given.k, given.v, given.key0, given.previous, *saved, local if with_values else None, maps, *walk.arguments,
+        V=V, SHIFT=int(plan.shift), DECAYED=plan.decayed, DOT=_precision(given.v.dtype), **given.widths,
+        **tile._asdict(),
+    )  # fmt: skip
+    return walk.pieces(maps), local
 
 
 INVERT_REGISTERS = 168
@@ -207,13 +281,21 @@ def backward_solve(plan, d_o, d_state1, q, k, v, beta, lam, key0, has_key, mask,
     flags: dict[str, Any] = {"DECAYED": plan.decayed, "BEFORE": plan.before, "DOT": _precision(dtype), "V": V}
     tile = serial_tile(K, V, dtype)
     grid = where.sequences * H * triton.cdiv(V, tile.BV)
-    if grid:
+    walk = Walk.of(where, grid)
+
+    def reverse(d_end: Tensor | None, d_start: Tensor | None) -> None:
         _launch(
-            solve.backward_state, (grid,),
+            solve.backward_state, (grid * walk.segments,),
             given.q, given.k, d_o, given.key0, given.previous, eta, decay, inverse,
-            None if d_state1 is None else d_state1.contiguous(), out.v, out.states, out.state0, *_walk(where),
+            None if d_end is None else d_end.contiguous(), out.v, out.states, d_start, *walk.arguments,
             SHIFT=int(plan.shift), **flags, **given.widths, **tile._asdict(),
         )  # fmt: skip
+
+    if walk.segments > 1:
+        maps = _advance(plan, given, walk, (eta, decay, inverse), with_values=False)[0].mT
+        _reverse_in_pieces(reverse, walk, maps, d_state1, out)
+    elif grid:
+        reverse(d_state1, out.state0)
     if where.slots and H:
         _launch(
             solve.backward_token, (where.slots, H),
@@ -223,6 +305,16 @@ def backward_solve(plan, d_o, d_state1, q, k, v, beta, lam, key0, has_key, mask,
             **token_tile(K, V, dtype)._asdict(),
         )  # fmt: skip
     return out.result()
+
+
+def _reverse_in_pieces(reverse: Any, walk: Walk, maps: Tensor, d_state1: Tensor | None, out: _Gradients) -> None:
+    """The reverse walk twice: from nothing, for what each segment adds, then from the true gradients at their ends."""
+    local = out.nothing.new_empty(walk.where.sequences * walk.segments, *out.states.shape[1:])
+    reverse(None, local)
+    ends = _chain(maps, walk.pieces(local), d_state1, reverse=True)
+    reverse(ends, local)
+    if out.state0 is not None:
+        out.state0 = walk.pieces(local)[:, 0].contiguous()
 
 
 AHEAD = {"AHEAD_V": 1, "AHEAD_K": 1, "AHEAD": 1}
@@ -239,14 +331,25 @@ def forward_additive(plan, q, k, v, beta, lam, state0, key0, has_key, mask, cu_s
     weight, decay = _steps(plan, given, where, nonzero=False)
     tile = serial_tile(K, V, dtype)
     grid = where.sequences * H * triton.cdiv(V, tile.BV)
-    if grid:
+    walk = Walk.of(where, grid)
+
+    def run(state0: Tensor | None, state1: Tensor, save: bool) -> None:
         _launch(
-            additive.forward, (grid,),
+            additive.forward, (grid * walk.segments,),
             given.q, given.k, given.v, given.key0, given.previous, weight, decay,
-            None if state0 is None else state0.contiguous(), o, states, state1, *_walk(where),
+            None if state0 is None else state0.contiguous(), o, states, state1, *walk.arguments,
             V=V, WINDOW=plan.window, SHIFT=int(plan.shift), BEFORE=plan.before, SAVE=save, DOT=_precision(dtype),
             **given.widths, **tile._asdict(),
         )  # fmt: skip
+
+    if walk.segments > 1:
+        local = state1.new_empty(where.sequences * walk.segments, H, K, V)
+        run(None, local, False)
+        decays = walk.decays(decay, 65 - plan.window)
+        run(_chain(decays, walk.pieces(local), state0, reverse=False), local, save)
+        state1 = walk.pieces(local)[:, -1].contiguous()
+    elif grid:
+        run(state0, state1, save)
     return o, state1, weight, decay, states
 
 
@@ -263,12 +366,19 @@ def backward_additive(plan, d_o, d_state1, q, k, v, beta, lam, key0, has_key, ma
     flags: dict[str, Any] = {"WINDOW": plan.window, "BEFORE": plan.before, "DOT": _precision(dtype), "V": V}
     tile = serial_tile(K, V, dtype)
     grid = where.sequences * H * triton.cdiv(V, tile.BV)
-    if grid:
+    walk = Walk.of(where, grid)
+
+    def reverse(d_end: Tensor | None, d_start: Tensor | None) -> None:
         _launch(
-            additive.backward_state, (grid,),
-            given.q, d_o, decay, None if d_state1 is None else d_state1.contiguous(), out.states, out.state0,
-            *_walk(where), **flags, **given.widths, **tile._asdict(),
+            additive.backward_state, (grid * walk.segments,),
+            given.q, d_o, decay, None if d_end is None else d_end.contiguous(), out.states, d_start,
+            *walk.arguments, **flags, **given.widths, **tile._asdict(),
         )  # fmt: skip
+
+    if walk.segments > 1:
+        _reverse_in_pieces(reverse, walk, walk.decays(decay, 65 - plan.window), d_state1, out)
+    elif grid:
+        reverse(d_state1, out.state0)
     if where.slots and H:
         _launch(
             additive.backward_token, (where.slots, H),

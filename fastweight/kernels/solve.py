@@ -172,6 +172,52 @@ def invert(
 
 
 @triton.jit(do_not_specialize=["length", "chunks", "tokens", "segments", "per_segment"])
+def advance(
+    k, v, key0, previous, eta, decay, inverse, local, maps,
+    cu, chunk_start, length, chunks, tokens, segments, per_segment,
+    H: tl.constexpr, KH: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    SHIFT: tl.constexpr, DECAYED: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """What a segment does to any state, S -> maps S + local: its columns from zero, and those of the identity."""
+    pid = tl.program_id(0)
+    value_blocks: tl.constexpr = 0 if local is None else (V + BV - 1) // BV
+    blocks: tl.constexpr = value_blocks + (K + BV - 1) // BV
+    h = (pid // blocks) % H
+    seg = pid // (blocks * H)
+    n, lead, start, stop, begin, size = segment_span(seg, cu, chunk_start, length, chunks, segments, per_segment, 64)
+    kh = h // (H // KH)
+    i = tl.arange(0, 64)
+    ck = tl.arange(0, BK)
+    block = pid % blocks
+    is_map = block >= value_blocks
+    cv = (block - tl.where(is_map, value_blocks, 0)) * BV + tl.arange(0, BV)
+    S = tl.where((ck[:, None] == cv[None, :]) & is_map, 1.0, 0.0)
+    line = h.to(tl.int64) * tokens
+    for c in range(start, stop):
+        first = begin + c * 64
+        high = size - c * 64
+        source, live = source_rows(previous, first, i, -c * 64, high, SHIFT)
+        x = load_keys(k, key0, previous, source, live, first, i, -c * 64, n, kh, ck, KH, K, SHIFT, BK)
+        y = load_tile(v, first, i, h, cv, live & (is_map == 0), H, V, BV)
+        at_chunk = (lead + c).to(tl.int64) * H + h
+        inv = tl.load(inverse + at_chunk * 4096 + i[:, None] * 64 + i[None, :])
+        a = tl.load(eta + line + first + i, mask=live, other=0.0)
+        g = decay_rows(decay, line, first, i, high)
+        g_last = tl.load(decay + line + first + tl.minimum(high - 1, 63))
+        g_res = g if DECAYED else decay_before(decay, line, first, i, high)
+        w = y.to(tl.float32) - tl.exp2(g_res)[:, None] * tl.dot(x, S.to(x.dtype), input_precision=DOT)
+        u = tl.dot(inv, w.to(x.dtype), acc=w, input_precision=DOT)
+        u *= (tl.exp2(g_last - g) * a)[:, None]
+        S = tl.dot(tl.trans(x), u.to(x.dtype), acc=S * tl.exp2(g_last), input_precision=DOT)
+    slot = seg.to(tl.int64) * H + h
+    if local is not None:
+        at, keep = state_tile(ck, cv, K, V, BK, BV)
+        tl.store(local + slot * (K * V) + at, S, mask=keep & (is_map == 0))
+    at, keep = state_tile(ck, cv, K, K, BK, BV)
+    tl.store(maps + slot * (K * K) + at, S, mask=keep & is_map)
+
+
+@triton.jit(do_not_specialize=["length", "chunks", "tokens", "segments", "per_segment"])
 def forward(
     q, k, v, key0, previous, eta, decay, inverse, state0, o, residual, states, state1,
     cu, chunk_start, length, chunks, tokens, segments, per_segment,
