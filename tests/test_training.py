@@ -55,7 +55,7 @@ def quiet() -> Console:
 
 
 def parameters(checkpoint: Path) -> dict[str, torch.Tensor]:
-    return load_model(checkpoint).state_dict()
+    return load_model(checkpoint).cpu().state_dict()
 
 
 def losses(run_dir: Path) -> list[float]:

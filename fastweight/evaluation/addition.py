@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers.utils import logging
 
 from fastweight.models import FastWeightForCausalLM
@@ -62,11 +63,12 @@ def find_checkpoint(path: Path, say: Callable[[str], None] = print) -> tuple[Pat
 
 
 def load_model(checkpoint: Path) -> Any:
-    """The model of a checkpoint, in eval mode on the CPU."""
+    """The model of a checkpoint, in eval mode, on the GPU if there is one."""
     bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
-        return FastWeightForCausalLM.from_pretrained(checkpoint).eval()
+        model: Any = FastWeightForCausalLM.from_pretrained(checkpoint)
+        return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
     finally:
         if bars:
             logging.enable_progress_bar()
