@@ -29,7 +29,7 @@ from fastweight.layers.parts import (
     rms_normalize,
     rotate,
 )
-from fastweight.layers.softmax import SoftmaxAttention
+from fastweight.layers.softmax import SoftmaxAttention, visibility
 
 DTYPE = torch.float64
 RULES = sorted(fw.RULES)
@@ -484,6 +484,8 @@ class TestSoftmaxAttention:
     def test_padding_before_the_first_token_is_finite(self):
         y, _ = self.layer(random(1, 4, 8), torch.tensor([[False, False, True, True]]))
         assert torch.isfinite(y).all()
+        visible = visibility(torch.tensor([[False, False, True, True]]), None, 4, 0, "cpu")
+        assert visible[0, 0].tolist() == [[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]
 
     def test_wrong_arguments_are_named(self):
         with pytest.raises(ValueError, match="head_dim: got 3"):
