@@ -75,7 +75,6 @@ class FastWeightPreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     _no_split_modules = ["FastWeightBlock"]  # noqa: RUF012
     _skip_keys_device_placement = ["past_key_values", "cache"]  # noqa: RUF012
-    _keep_in_fp32_modules_strict = ["step_gate", "lam_gate"]  # noqa: RUF012
     _is_stateful = True
     _can_compile_fullgraph = True
 
