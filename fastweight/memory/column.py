@@ -1,4 +1,4 @@
-"""Rules with a gain per value column, falcon-2 and falcon-2a: substitution on the shared Gram matrix (KERNELS 5.2).
+"""Rules with a gain per value column, falcon-2 and falcon-2a: substitution on the shared Gram matrix (SPEC section 6).
 
 Every column has its own decay, so nothing of size C x C can be inverted once for all. But columns couple through the
 one matrix X X^T only: inside a sub-block of up to SUB tokens the recurrence is run as it stands, on vectors over all

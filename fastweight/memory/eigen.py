@@ -41,13 +41,13 @@ class _TopEigenvalue(torch.autograd.Function):
             value, vector = _lapack(upper, R)
         else:
             value, vector = _jacobi(upper, R)
-        ctx.save_for_backward(vector)
+        ctx.save_for_backward(vector, upper)  # upper only to be tied to the gradient, see backward.py
         return value
 
     @staticmethod
     @exact_backward
     def backward(ctx, *grads: Tensor) -> tuple[Tensor, None]:
-        (vector,) = ctx.saved_tensors
+        vector, _ = ctx.saved_tensors
         # An off-diagonal entry stands for two entries of the matrix, hence the factor 2.
         parts = [vector[i] * vector[j] * (1 if i == j else 2) for i, j in triangle(len(vector))]
         return torch.stack(parts) * grads[0], None

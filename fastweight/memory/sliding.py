@@ -1,4 +1,4 @@
-"""Regression rules with a window, chunk by chunk: falcon-3 (SPEC section 6, KERNELS 5.3).
+"""Regression rules with a window, chunk by chunk: falcon-3 (SPEC section 6).
 
 The unknowns are the residuals of the C R rows (token, pair of its window); rows of one token never couple. But all that
 enters are J = C + R - 1 targets Y and predictions F = X S of pairs, so the solved system is folded once into maps

@@ -1,4 +1,4 @@
-"""Regression rules with scalar gain and window 1, chunk by chunk: falcon-1 and the delta rules (KERNELS 5.1).
+"""Regression rules with scalar gain and window 1, chunk by chunk: falcon-1 and the delta rules (SPEC section 6).
 
 Per chunk with start state S:
 
