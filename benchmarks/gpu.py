@@ -10,6 +10,7 @@ FLA_DISABLE_BACKEND_DISPATCH=1 or it hands its call to FlashQLA, and its first c
 """
 
 import argparse
+import importlib
 import json
 import os
 import platform
@@ -39,7 +40,7 @@ ALLOWED = 1.2e-2  # relative RMS error in bfloat16
 REGRESSION = {"falcon-1", "gated delta rule"}
 
 
-def inputs(name: str, shape: tuple[int, int, int, int], seed: int = 0) -> dict[str, Tensor | None]:
+def inputs(name: str, shape: tuple[int, int, int, int], seed: int = 0) -> dict[str, Any]:
     """Random bfloat16 tokens with unit keys, float32 gates, all requiring gradients."""
     B, T, H, D = shape
     random = torch.Generator("cuda").manual_seed(seed)
@@ -50,7 +51,7 @@ def inputs(name: str, shape: tuple[int, int, int, int], seed: int = 0) -> dict[s
     def unit(x: Tensor) -> Tensor:
         return torch.nn.functional.normalize(x, dim=-1).bfloat16()
 
-    given: dict[str, Tensor | None] = {"q": unit(draw(B, T, H, D)), "k": unit(draw(B, T, H, D))}
+    given: dict[str, Any] = {"q": unit(draw(B, T, H, D)), "k": unit(draw(B, T, H, D))}
     given["v"] = draw(B, T, H, D).bfloat16()
     given["beta"] = None if name == "linear attention" else torch.sigmoid(draw(B, T, H))
     own = name in ("gated delta rule", "linear attention")
@@ -67,7 +68,7 @@ def ours(name: str, given: dict) -> Tensor:
 
 def recurrence(name: str, given: dict) -> Tensor:
     q, k, v, beta, gate = given.values()
-    how = {"form": "recurrent", "backend": "torch"}
+    how: dict[str, Any] = {"form": "recurrent", "backend": "torch"}
     if name == "gated delta rule":
         return fw.delta_rule(q, k, v, beta, gate, **how)[0]
     if name == "linear attention":
@@ -78,19 +79,20 @@ def recurrence(name: str, given: dict) -> Tensor:
 def errors(name: str, run: Callable[[dict], Tensor], width: int) -> dict[str, float]:
     """Relative RMS error of o and every gradient of `run` against the float64 recurrence at (2, 140, 2, width)."""
     given = inputs(name, (2, 140, 2, width), seed=1)
-    wide = {n: None if t is None else t.detach().double().requires_grad_() for n, t in given.items()}
+    wide: dict[str, Any] = {n: None if t is None else t.detach().double().requires_grad_() for n, t in given.items()}
     o, exact = run(given), recurrence(name, wide)
     pull = torch.randn(o.shape, device="cuda", generator=torch.Generator("cuda").manual_seed(2)).to(o.dtype)
     o.backward(pull)
     exact.backward(pull.double())
-    pairs = {"o": (o, exact)} | {n: (t.grad, wide[n].grad) for n, t in given.items() if t is not None}
+    pairs = {"o": (o.detach(), exact.detach())} | {n: (t.grad, wide[n].grad) for n, t in given.items() if t is not None}
     return {n: float((a.double() - b.double()).norm() / b.double().norm()) for n, (a, b) in pairs.items()}
 
 
 def median(run: Callable[[], Any], milliseconds: int = 100) -> float:
     from triton.testing import do_bench
 
-    return float(do_bench(run, warmup=25, rep=milliseconds, return_mode="median"))
+    middle: Any = do_bench(run, warmup=25, rep=milliseconds, return_mode="median")
+    return float(middle)
 
 
 def timed(run: Callable[[dict], Tensor], given: dict) -> dict[str, float]:
@@ -127,7 +129,7 @@ def peers() -> dict[str, tuple[str, Callable[[dict], Tensor]]]:
 
     found["SDPA causal"] = ("gated delta rule", attention)
     try:
-        import flash_qla
+        flash_qla = importlib.import_module("flash_qla")
 
         def flash(given: dict) -> Tensor:
             return flash_qla.chunk_gated_delta_rule(*_delta(given), scale=1.0)[0]
@@ -136,10 +138,10 @@ def peers() -> dict[str, tuple[str, Callable[[dict], Tensor]]]:
     except ImportError:
         pass
     try:
-        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+        fla_ops = importlib.import_module("fla.ops.gated_delta_rule")
 
         def fla(given: dict) -> Tensor:
-            return chunk_gated_delta_rule(*_delta(given), scale=1.0)[0]
+            return fla_ops.chunk_gated_delta_rule(*_delta(given), scale=1.0)[0]
 
         found["FLA gated delta rule"] = ("gated delta rule", fla)
     except ImportError:

@@ -199,10 +199,10 @@ def test_interpreted_kernels_equal_the_recurrence(test):
 
 
 SPLIT = [
-    case("falcon-1", {"timing": "read-before-write"}, shape=(2, 330, 1, 1, 16, 16), state=True, key=True, mask=True),
-    case("delta", shape=(1, 330, 1, 2, 16, 24), state=True),
-    case("falcon-1a", shape=(2, 300, 1, 1, 16, 16), ridge=30.0),
-    case("falcon-3a", shape=(1, 330, 1, 1, 16, 16), state=True),
+    case("falcon-1", {"timing": "read-before-write"}, shape=(1, 140, 1, 1, 16, 16), state=True, key=True, mask=True),
+    case("delta", shape=(1, 140, 1, 2, 16, 24), state=True),
+    case("falcon-1a", shape=(2, 140, 1, 1, 16, 16), ridge=30.0),
+    case("falcon-3a", shape=(1, 140, 1, 1, 16, 16), state=True),
 ]
 
 
@@ -226,6 +226,19 @@ def test_operators_obey_the_library_rules():
         S = torch.randn(1, 1, 4, 4, requires_grad=True) if with_state else None
         flags = (1e-6, 1e-4, True, False, False, False, False, False, window, regression, True)
         torch.library.opcheck(scan_forward, (q, k, v, beta, None, S, None, None, None, None, *flags))
+
+
+@interpreted
+def test_masked_tokens_may_hold_anything():
+    for name in ("falcon-1", "falcon-1a"):
+        test = case(name, {"pairing": "same-step"}, shape=(1, 20, 1, 1, 16, 16), mask=True)
+        inputs, around = make(test, torch.float32, "cpu"), surroundings(test, "cpu")
+        pull = torch.ones(1, 20, 1, 16), torch.ones(1, 1, 16, 16)
+        expected = outcome(kernel, test, inputs, around, pull)
+        for field in ("k", "v", "beta", "gate"):
+            inputs[field][~around[1]] = float("nan")
+        for part, value in outcome(kernel, test, inputs, around, pull).items():
+            assert torch.equal(value, expected[part]), part
 
 
 @interpreted
@@ -261,7 +274,7 @@ def test_kernels_interpreted():
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", __file__, "-k", "not gpu"]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
-    assert run.stdout.count(".") >= len(SMALL) + len(SPLIT) + 3, run.stdout[-500:]
+    assert run.stdout.count(".") >= len(SMALL) + len(SPLIT) + 4, run.stdout[-500:]
 
 
 def test_reasons_name_what_is_missing(monkeypatch):
@@ -274,8 +287,11 @@ def test_reasons_name_what_is_missing(monkeypatch):
     assert "mask" in dispatch.supported(q, q, q, None, None, fw.RULES["falcon-3a"], mask=mask)
     double = q.double()
     assert "float64" in dispatch.supported(double, double, double, None, None, fw.RULES["falcon-1"])
+    assert "beta" in dispatch.supported(q, q, q, double[..., 0], None, fw.RULES["falcon-1"])
     wide = torch.zeros(1, 2, 1, 300)
     assert "300" in dispatch.supported(wide, wide, q, None, None, fw.RULES["falcon-1"])
+    half = q.half()
+    assert "float16" in dispatch.supported(half, half, half, None, None, fw.RULES["falcon-1"])
     with pytest.raises(ValueError, match="backend"):
         dispatch.scan(q, q, q, None, None, fw.RULES["falcon-3"])
 
@@ -296,6 +312,8 @@ class TestOnDevice:
     @pytest.mark.parametrize("widths", WIDTHS, ids=str)
     @pytest.mark.parametrize("test", LARGE, ids=lambda test: test.rule)
     def test_widths_and_dtypes(self, test, widths, dtype):
+        if dtype == torch.float16 and widths == (16, 24) and test.rule in ("falcon-1", "delta"):
+            pytest.skip("refused by `supported`")
         check(at(test, 2, 200, 1, 2, *widths), dtype, "cuda")
 
     @pytest.mark.parametrize("T", [1, 63, 64, 65, 128])

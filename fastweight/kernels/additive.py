@@ -1,18 +1,20 @@
-# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false, reportOptionalMemberAccess=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false, reportReturnType=false
+# pyright: basic, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
+# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false, reportReturnType=false
+# pyright: reportOptionalMemberAccess=false
 """Scalar-gain inner-product rules in chunks: falcon-1a, falcon-3a and linear attention, with all gradients.
 
 A chunk is STRIDE = 64 - (R - 1) steps, worked on as 64 rows: the R - 1 pairs before it, which its first steps write
-again, and its own. With G the cumulative log2 decay of its steps, F = G or G one step before (the read), and w = eta / B:
+again, and its own. With G the cumulative log2 decay of its steps, F = G or G one step before (the read), w = eta / B:
 
     D[t, s] = 2^(F_t - G_s) w_s  (s <= t)       Band[s, j] = 1 where 0 <= s - j < R        W = D Band
     O = 2^F .* Q S_0 + (Q X^T .* W) Y           S_C = 2^G_C S_0 + X^T (W_C .* Y)           W_C = the last row, F = G_C
 
-gates.py makes w and G, `forward` walks the chunks, `backward_state` walks them in reverse for the
-state gradients alone, `backward_token` (one program a chunk) makes all else. A pair that two chunks write has its second
-share of the gradient kept apart and added by `backward_halo`, so that results do not depend on the order of programs.
+gates.py makes w and G, `forward` walks the chunks, `backward_state` walks them in reverse for the state gradients
+alone, `backward_token` (one program a chunk) makes all else. A pair that two chunks write has its second share of the
+gradient kept apart and added by `backward_halo`, so that results do not depend on the order of programs.
 
-Traps: with R = 1 W is D and nothing is shared. Row i of a chunk is its step i, rows below 0 are the pairs before it. What
-a product needs transposed is made the other way round, as in solve.py.
+Traps: with R = 1 W is D and nothing is shared. Row i of a chunk is its step i, rows below 0 are the pairs before it.
+What a product needs transposed is made the other way round, as in solve.py; no loop is pipelined, as there.
 """
 
 import triton

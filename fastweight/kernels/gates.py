@@ -1,13 +1,15 @@
-# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false, reportOptionalMemberAccess=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false, reportReturnType=false
-"""Step sizes: (k, beta, lam) -> eta / B and chunk-cumulative log-decays, in float32, and the way back of their gradients.
+# pyright: basic, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
+# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false, reportReturnType=false
+# pyright: reportOptionalMemberAccess=false
+"""Step sizes: (k, beta, lam) -> eta / B and chunk-cumulative log-decays in float32, and their gradients' way back.
 
     ridge = lam or lam * E      eta = beta / (E + ridge + eps), or beta      alpha = min(eta * ridge, 1 - floor)
 
-E is the mean feature energy of the window's B pairs (section 3 of the paper; at window 1 simply |x|^2). In raw mode beta
-is eta and lam is the natural log-decay: the delta rules and linear attention.
+E is the mean feature energy of the window's B pairs (section 3 of the paper; at window 1 simply |x|^2). In raw mode
+beta is eta and lam is the natural log-decay: the delta rules and linear attention.
 
-Traps: a row without a pair has eta = 0 and no decay. Where the gradient of eta is found as (R . dY) / eta, a zero eta of
-a row that does write is TINY instead. A small alpha needs log1p, which is a series here.
+Traps: a row without a pair has eta = 0 and no decay. Where the gradient of eta is found as (R . dY) / eta, a zero eta
+of a row that does write is TINY instead. A small alpha needs log1p, which is a series here.
 """
 
 import triton

@@ -17,6 +17,10 @@ from torch import Tensor
 from fastweight.kernels import additive, gates, solve
 from fastweight.kernels.geometry import Geometry, previous_unmasked
 
+INVERT_REGISTERS = 168  # a cap: more programs in flight are worth some spilling
+FEW_PROGRAMS = 132  # fewer programs than this leave a device idle: walk the sequences in pieces
+LEAST_CHUNKS = 32  # shorter sequences stay whole
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -54,7 +58,8 @@ class Inputs(NamedTuple):
         flags: list[Any] = [None if flag is None else flag.contiguous().view(torch.uint8) for flag in (has_key, mask)]
         dense: list[Any] = [None if tensor is None else tensor.contiguous() for tensor in (q, k, v, beta, lam, key0)]
         previous = previous_unmasked(mask) if mask is not None and plan.shift else None
-        return cls(*dense, *flags, previous)
+        q, k, v, beta, lam, key0 = dense
+        return cls(q, k, v, beta, lam, key0, flags[0], flags[1], previous)
 
     @property
     def widths(self) -> dict[str, int]:
@@ -87,7 +92,7 @@ def token_tile(K: int, V: int, dtype: torch.dtype) -> Tile:
     return Tile(32, 32, 4, 1) if dtype == torch.float32 else Tile(64, 64, 4, 1)
 
 
-def _launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+def _launch(kernel: Any, grid: tuple[Any, ...], *arguments: Any, **options: Any) -> None:
     kernel[grid](*arguments, **options)
 
 
@@ -139,10 +144,6 @@ class Walk(NamedTuple):
         total = rearrange(decay, "h (n t) -> n h t", n=where.sequences)[:, :, ends].double()
         total = torch.nn.functional.pad(total, (0, self.segments * self.length - where.chunks))
         return torch.exp2(reduce(total, "n h (s c) -> n s h 1 1", "sum", s=self.segments))
-
-
-FEW_PROGRAMS = 132
-LEAST_CHUNKS = 32
 
 
 def _chain(maps: Tensor, local: Tensor, outside: Tensor | None, reverse: bool) -> Tensor:
@@ -233,9 +234,6 @@ def _advance(plan: Plan, given: Inputs, walk: Walk, saved: tuple, with_values: b
     return walk.pieces(maps), local
 
 
-INVERT_REGISTERS = 168
-
-
 class _Gradients:
     """Empty gradients of a call; queries and keys per value head, masked rows zero because no program writes them."""
 
@@ -301,7 +299,7 @@ def backward_solve(plan, d_o, d_state1, q, k, v, beta, lam, key0, has_key, mask,
             solve.backward_token, (where.slots, H),
             given.q, given.k, d_o, given.beta, given.lam, *given[5:], eta, decay, residual, states, out.v, out.states,
             torch.empty_like(decay), out.q, out.k, out.beta, out.lam, out.key0, *_tables(where),
-            float(plan.eps), float(plan.floor), SUM=_sums(dtype), **AHEAD, **flags, **given.widths, **_gates(plan),
+            float(plan.eps), float(plan.floor), SUM=_sums(dtype), **flags, **given.widths, **_gates(plan),
             **token_tile(K, V, dtype)._asdict(),
         )  # fmt: skip
     return out.result()
@@ -315,9 +313,6 @@ def _reverse_in_pieces(reverse: Any, walk: Walk, maps: Tensor, d_state1: Tensor 
     reverse(ends, local)
     if out.state0 is not None:
         out.state0 = walk.pieces(local)[:, 0].contiguous()
-
-
-AHEAD = {"AHEAD_V": 1, "AHEAD_K": 1, "AHEAD": 1}
 
 
 def forward_additive(plan, q, k, v, beta, lam, state0, key0, has_key, mask, cu_seqlens, save):

@@ -1,4 +1,4 @@
-"""The scan as two registered operators, forward and backward, with shapes for tracing and the autograd rule between them.
+"""The scan as two registered operators, forward and backward, with shapes for tracing and an autograd rule.
 
 Operators see tensors and plain numbers only, so torch.compile keeps a call whole and CUDA graphs can capture it. One
 pair serves both classes: `regression` says which, and what a class does not keep is empty.

@@ -1,21 +1,25 @@
-# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false, reportOptionalMemberAccess=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false, reportReturnType=false
+# pyright: basic, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
+# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false, reportReturnType=false
+# pyright: reportOptionalMemberAccess=false
 # ruff: noqa: SIM108
-"""Scalar-gain regression in chunks: (q, k, v, step) -> (o, final S) and all gradients, for falcon-1 and the delta rules.
+"""Scalar-gain regression in chunks: (q, k, v, step) -> (o, final S) and all gradients, for falcon-1 and delta rules.
 
-Within a chunk of BT tokens with state S_0 at its start, G the cumulative log2 decay (inclusive), E = G or G one row
+Within a chunk of 64 tokens with state S_0 at its start, G the cumulative log2 decay (inclusive), E = G or G one row
 before (residual on the decayed or on the undecayed state), D_ij = 2^(E_i - G_j) for j < i:
 
     N = strict_lower(D .* X X^T) diag(eta)        R = (I + N)^-1 (Y - 2^E .* X S_0)      residuals r_t
     O = 2^F .* Q S_0 + (Q X^T .* 2^(F_i - G_j)) (eta .* R)                               F = G, or one row before
     S_C = 2^G_C S_0 + X^T (2^(G_C - G) .* eta .* R)
 
-Four kernels, after gates.py made eta and G. `invert` (one program a chunk) makes (I + N)^-1; `forward` walks the chunks and keeps R and the
-chunk states; `backward_state` walks them in reverse and makes dY and the state gradients; `backward_token` (one program
-a chunk) makes the rest, step sizes included.
+Kernels, after gates.py made eta and G: `invert` (one program a chunk) makes (I + N)^-1; `forward` walks the chunks and
+keeps R and the chunk states; `backward_state` walks them in reverse and makes dY and the state gradients;
+`backward_token` (one program a chunk) makes the rest, step sizes included. `advance` is for few long sequences: what a
+piece of one does to any state, so that pieces can be walked side by side.
 
-Traps: the inverse is stored without its unit diagonal, so that R starts from Y in float32. Matrices that a product needs
-transposed are computed twice, never transposed from an accumulator (Triton 3.6 miscompiles that at width 64 on Hopper).
-The gradient of a log-decay is a sum of terms that all carry it, not a difference of totals, or strong decay drowns it.
+Traps: the inverse is stored without its unit diagonal, so that R starts from Y in float32. What a product needs
+transposed is made the other way round, never transposed from an accumulator (Triton 3.6 miscompiles that at width 64 on
+Hopper). No loop of `backward_token` is pipelined: with two stages gradients came out wrong. The gradient of a log-decay
+is a sum of terms that all carry it, not a difference of totals, or strong decay drowns it.
 """
 
 import triton
@@ -41,7 +45,7 @@ from fastweight.kernels.tiles import (
 
 @triton.jit
 def _couple(gram, row_decay, col_decay, eta, DIAGONAL: tl.constexpr, FLIP: tl.constexpr):
-    """A 16x16 block of N, or with FLIP of its transpose: 2^(row - col) .* gram * eta_col, strictly lower if DIAGONAL."""
+    """A 16x16 block 2^(row - col) .* gram * eta_col of N, or with FLIP its transpose; strictly lower if DIAGONAL."""
     i = tl.arange(0, 16)
     if FLIP:
         power = row_decay[None, :] - col_decay[:, None]
@@ -180,7 +184,7 @@ def advance(
 ):  # fmt: skip
     """What a segment does to any state, S -> maps S + local: its columns from zero, and those of the identity."""
     pid = tl.program_id(0)
-    value_blocks: tl.constexpr = 0 if local is None else (V + BV - 1) // BV
+    value_blocks: tl.constexpr = 0 if local is None else (V + BV - 1) // BV  # pyright: ignore[reportAssignmentType]
     blocks: tl.constexpr = value_blocks + (K + BV - 1) // BV
     h = (pid // blocks) % H
     seg = pid // (blocks * H)
@@ -358,7 +362,6 @@ def backward_token(
     H: tl.constexpr, KH: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     SHIFT: tl.constexpr, RAW: tl.constexpr, SCALED: tl.constexpr, DIRECT: tl.constexpr, DECAYED: tl.constexpr,
     BEFORE: tl.constexpr, DOT: tl.constexpr, SUM: tl.constexpr,
-    AHEAD_V: tl.constexpr, AHEAD_K: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one head: gradients of queries, keys, and of the step sizes down to beta and lam."""
     chunk = tl.program_id(0)
@@ -387,7 +390,7 @@ def backward_token(
     dp = tl.zeros([64, 64], tl.float32)
     dg = tl.zeros([64, 64], tl.float32)
     d_eta = tl.zeros([64], tl.float32)
-    for start in tl.range(0, V, BV, num_stages=AHEAD_V):
+    for start in range(0, V, BV):
         cv = start + tl.arange(0, BV)
         do = load_tile(d_o, first, i, h, cv, live, H, V, BV)
         r = load_tile(residual, first, i, h, cv, live, H, V, BV)
@@ -402,7 +405,7 @@ def backward_token(
     p = tl.zeros([64, 64], tl.float32)
     gram = tl.zeros([64, 64], tl.float32)
     energy = tl.zeros([64], tl.float32)
-    for start in tl.range(0, K, BK, num_stages=AHEAD_K):
+    for start in range(0, K, BK):
         ck = start + tl.arange(0, BK)
         x = load_keys(k, key0, previous, source, live, first, i, low, n, kh, ck, KH, K, SHIFT, BK)
         qt = load_tile(q, first, i, kh, ck, live, KH, K, BK)
@@ -432,7 +435,7 @@ def backward_token(
         d_read = tl.zeros([64, BK], tl.float32)
         d_miss = tl.zeros([64, BK], tl.float32)
         d_write = tl.zeros([64, BK], tl.float32)
-        for begin_v in tl.range(0, V, BV, num_stages=AHEAD):
+        for begin_v in range(0, V, BV):
             cv = begin_v + tl.arange(0, BV)
             state_at, in_state = state_tile(ck, cv, K, V, BK, BV)
             S = tl.load(states + at_state + state_at, mask=in_state, other=0.0)

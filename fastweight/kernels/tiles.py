@@ -1,11 +1,13 @@
-# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false, reportOptionalMemberAccess=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false, reportReturnType=false
+# pyright: basic, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
+# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false, reportReturnType=false
+# pyright: reportOptionalMemberAccess=false
 # ruff: noqa: SIM108
 """Device functions that every kernel shares: where a chunk lies, and its tiles of tokens, paired keys and decays.
 
-A chunk is some consecutive rows of one sequence; chunks of all sequences are numbered through (`chunk`), so saved tensors
-need no padding. Token tensors are flat [tokens, heads, width]; per-token numbers are [heads, tokens], so that a chunk of
-one head is contiguous. Inside a kernel a row is its distance from the chunk's first token: `low` and `high` are the
-sequence's ends in that measure, `source` is the row whose key a row is paired with.
+A chunk is some consecutive rows of one sequence; chunks of all sequences are numbered through (`chunk`), so saved
+tensors need no padding. Token tensors are flat [tokens, heads, width]; per-token numbers are [heads, tokens], so that a
+chunk of one head is contiguous. Inside a kernel a row is its distance from the chunk's first token: `low` and `high`
+are the sequence's ends in that measure, `source` is the row whose key a row is paired with.
 
 Traps: only the base of a tile is a 64-bit offset. Log-decays are base 2, summed inside a chunk only; rows past the end
 repeat the last sum, so that no exponent of a kept pair is ever positive.
@@ -35,7 +37,7 @@ def chunk_span(chunk, cu, chunk_seq, chunk_start, length, chunks, STRIDE: tl.con
 
 @triton.jit
 def segment_span(seg, cu, chunk_start, length, chunks, segments, per_segment, STRIDE: tl.constexpr):
-    """Sequence of a segment, its first chunk numbered through, its chunk range, first token and length of the sequence."""
+    """Sequence of a segment, number of its first chunk, chunk range, and the sequence's first token and length."""
     n = seg // segments
     s = seg - n * segments
     if cu is None:
@@ -52,7 +54,7 @@ def segment_span(seg, cu, chunk_start, length, chunks, segments, per_segment, ST
 
 @triton.jit
 def source_rows(previous, first, i, low, high, SHIFT: tl.constexpr):
-    """Row whose key each row is paired with (itself, the one before, or the last unmasked), and the rows in the sequence."""
+    """Row whose key each row is paired with (itself, the one before, the last unmasked), and the rows that exist."""
     live = (i >= low) & (i < high)
     if previous is None:
         source = i - SHIFT
