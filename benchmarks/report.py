@@ -24,6 +24,7 @@ SCALING_COLUMNS = ("rule", "T", "time us", "bytes kept", "peak bytes")
 GROWTH_COLUMNS = ("rule", "time", "bytes kept", "peak bytes", "verdict")
 WORDS = {"what", "mode", "target", "verdict", "rule"}
 STYLES = {"pass": "green", "miss": "yellow", "red gate": "red"}
+NOISY = 1.5  # a median this many times its minimum
 Cells = tuple[str, ...]
 
 
@@ -122,7 +123,7 @@ class Report:
             for cells in lines:
                 table.add_row(*cells, style=STYLES.get(cells[-1]))
             console.print(table)
-        console.print(self.summary())
+        console.print(self.noise() + self.summary(), soft_wrap=True)
 
     def summary(self) -> str:
         """How many targets were met, and which were not."""
@@ -133,12 +134,19 @@ class Report:
             ": not " + "; ".join(failed) if failed else ""
         )
 
+    def noise(self) -> str:
+        """A warning when medians lie far above minima: other programs were running."""
+        spread = max((row.median_ms / row.min_ms for row in self.rows if row.median_ms and row.min_ms), default=1.0)
+        if spread <= NOISY:
+            return ""
+        return f"The machine was busy (a median is {spread:.1f} times its minimum): repeat when it is quiet. "
+
     def markdown(self) -> str:
         """The whole report as Markdown."""
         where = self.environment
         text = ["# CPU benchmark", "", f"    {where['command']}", ""]
         text += [f"* {name}: {value}" for name, value in where.items() if name != "command"]
-        text += ["", f"{self.summary()}. Times are medians over interleaved rounds.", ""]
+        text += ["", f"{self.noise()}{self.summary()}. Times are medians over interleaved rounds.", ""]
         text += ["![Measured against the targets](benchmark.png)"]
         for title, header, lines in self.tables():
             rule = tuple("---" if column in WORDS else "---:" for column in header)
@@ -190,6 +198,7 @@ def environment(command: str) -> dict[str, Any]:
         "cpu": processor(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
+        "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "not set"),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": version("transformers"),
