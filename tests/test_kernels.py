@@ -180,6 +180,8 @@ SMALL = [
     case("falcon-1", ridge=1e6, shape=(1, 100, 1, 1, 16, 16)),
     case("falcon-1", zero_beta=True),
     case("falcon-1", shape=(1, 90, 1, 1, 16, 16), cuts=(0, 1, 1, 70, 90, 90), state=True, key=True),
+    case("falcon-1", {"pairing": "same-step"}, shape=(1, 90, 1, 1, 16, 16), cuts=(0, 30, 90), mask=True),
+    case("falcon-1", shape=(1, 90, 1, 1, 16, 16), cuts=(0, 30, 90), mask=True, key=True),
     case("falcon-1", no_gates=True),
     case("delta", shape=(1, 70, 1, 2, 16, 40), state=True),
     case("falcon-1a", shape=(2, 70, 1, 2, 16, 24), state=True, key=True, mask=True),

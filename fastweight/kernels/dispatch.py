@@ -137,6 +137,7 @@ def scan(
     shift = rule.pairing == "next-latent"
     carried = key is not None and has_key is not None and shift
     gates = log_decay if log_decay is not None else lam
+    S = None if S is None else S.float()
     floats = (q, k, v, beta, gates, S, key)
     save = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in floats)
     regression = rule.objective == "regression"
