@@ -290,6 +290,8 @@ def test_reasons_name_what_is_missing(monkeypatch):
     double = q.double()
     assert "float64" in dispatch.supported(double, double, double, None, None, fw.RULES["falcon-1"])
     assert "beta" in dispatch.supported(q, q, q, double[..., 0], None, fw.RULES["falcon-1"])
+    wide = torch.zeros(1, 2, 1, 200)
+    assert "mask" in dispatch.supported(wide, wide, wide, None, None, fw.RULES["falcon-1"], mask=mask)
     wide = torch.zeros(1, 2, 1, 300)
     assert "300" in dispatch.supported(wide, wide, q, None, None, fw.RULES["falcon-1"])
     half = q.half()

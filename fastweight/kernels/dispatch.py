@@ -20,6 +20,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WIDEST = 256
 LONGEST_WINDOW = 8
 NARROWEST_HALF = 48
+WIDEST_SURROUNDED = 128
 
 
 def supported(
@@ -45,6 +46,7 @@ def supported(
     return (
         _rule_reason(rule, log_decay, mask, continues)
         or _tensor_reason(q, k, v, rule)
+        or _surroundings_reason(k, v, (key, mask, cu_seqlens))
         or _gate_reason(v, {"beta": beta, "lam": lam, "log_decay": log_decay, "S": S, "key": key})
         or _machine_reason(v.device)
     )
@@ -77,6 +79,15 @@ def _tensor_reason(q: Tensor, k: Tensor, v: Tensor, rule: Any) -> str | None:
         return f"gate gradients of narrow float16 regressions miss float16 accuracy (widths below {NARROWEST_HALF})"
     if v.shape[2] > 65535:
         return "kernels take at most 65535 heads"
+    return None
+
+
+def _surroundings_reason(k: Tensor, v: Tensor, around: tuple[Tensor | None, ...]) -> str | None:
+    wide = max(k.shape[-1], v.shape[-1]) > WIDEST_SURROUNDED
+    if wide and any(tensor is not None for tensor in around):
+        return (
+            f"widths above {WIDEST_SURROUNDED} with a carried key, a mask or cu_seqlens are not checked on a device yet"
+        )
     return None
 
 
@@ -128,7 +139,7 @@ def scan(
         ValueError: with the reason, if the call is not supported.
     """
     reason = supported(
-        q, k, v, beta, lam, rule, log_decay=log_decay, S=S, key=key, mask=mask, cu_seqlens=cu_seqlens
+        q, k, v, beta, lam, rule, log_decay=log_decay, S=S, mask=mask, cu_seqlens=cu_seqlens
     )  # fmt: skip
     if reason is not None:
         raise ValueError(f"backend: got 'triton', expected a call that the kernels support: {reason}")
