@@ -347,6 +347,7 @@ class TestOnDevice:
         for name, value in first.items():
             assert torch.equal(value, second[name]), name
 
+    @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
     def test_compiles_whole_and_captures(self):
         test = case("falcon-1", shape=(1, 128, 1, 1, 64, 64))
         inputs, around = make(test, torch.bfloat16, "cuda"), surroundings(test, "cuda")
