@@ -138,6 +138,7 @@ def test_the_papers_endings_name_settings(ending: str, norm: str, step: str) -> 
         ("training.steps=true", "training.steps: got True"),
         ("training.steps=0", "training.steps: got 0"),
         ("training.micro_batch_size=7", "training.micro_batch_size: got 7"),
+        ("training.threads=0", "training.threads: got 0"),
         ("training.precision=fp8", "training.precision: got 'fp8', expected one of fp32, bf16"),
         ("training.keep_checkpoints=1", "training.keep_checkpoints"),
         ("task.train_widths=4", "task.train_widths: got 4"),
@@ -296,6 +297,17 @@ def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path) -> None:
     torch.nn.init.constant_(model.model.embed_tokens.weight, math.nan)
     with pytest.raises(FloatingPointError, match="step 1"):
         train(run, tmp_path, model=model, console=quiet())
+
+
+def test_threads_hold_during_the_run_only(tmp_path: Path) -> None:
+    seen: list[int] = []
+    before = torch.get_num_threads()
+
+    model = build_model(tiny())
+    model.register_forward_hook(lambda *args: seen.append(torch.get_num_threads()))
+    train(tiny(training={"steps": 1, "threads": 3, "validate_every": 0}), tmp_path, model=model, console=quiet())
+    assert seen == [3]
+    assert torch.get_num_threads() == before
 
 
 def test_metrics_hold_rates_and_validations(tmp_path: Path) -> None:

@@ -82,6 +82,7 @@ class Training:
         micro_batch_size: problems per forward pass; None means the whole batch on one device.
         precision: "fp32", or "bf16" autocast with float32 parameters.
         device: "auto" takes an accelerator when there is one, "cpu" never does.
+        threads: CPU threads while training; None leaves torch's choice. Sums, and so results, depend on it.
         seed: of the parameters and of the data.
         checkpoint_every, keep_checkpoints: steps between checkpoints, and how many stay (at least 2, so that one is
             complete while the next is being written).
@@ -93,6 +94,7 @@ class Training:
     micro_batch_size: int | None = None
     precision: Literal["fp32", "bf16"] = "fp32"
     device: Literal["auto", "cpu"] = "auto"
+    threads: int | None = None
     seed: int = 0
     checkpoint_every: int = 100
     keep_checkpoints: int = 2
@@ -102,6 +104,7 @@ class Training:
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "checkpoint_every", "log_every"):
             _require(getattr(self, name) >= 1, f"training.{name}", getattr(self, name), "at least 1")
+        _require(self.threads is None or self.threads >= 1, "training.threads", self.threads, "at least 1, or nothing")
         _require(self.validate_every >= 0, "training.validate_every", self.validate_every, "at least 0")
         _require(self.keep_checkpoints >= 2, "training.keep_checkpoints", self.keep_checkpoints, "at least 2")
         micro = self.micro_batch_size

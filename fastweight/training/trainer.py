@@ -65,7 +65,7 @@ def train(
     trainer = build_trainer(run, run_dir, accumulation, model)
     bar = ProgressBar(f"{run.name} {run.model.get('mixer', '')}".strip(), console)
     trainer.add_callback(bar)
-    with _one_bar():
+    with _one_bar(), _cpu_threads(run.training.threads):
         try:
             trainer.train(resume_from_checkpoint=None if start is None else str(start))
         finally:
@@ -170,6 +170,17 @@ def _one_bar() -> Iterator[None]:
     finally:
         if was_enabled:
             logging.enable_progress_bar()
+
+
+@contextmanager
+def _cpu_threads(number: int | None) -> Iterator[None]:
+    """Let torch use `number` threads inside, and as many as before afterwards."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _only_item(items: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
