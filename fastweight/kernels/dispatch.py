@@ -91,6 +91,17 @@ def _surroundings_reason(k: Tensor, v: Tensor, around: tuple[Tensor | None, ...]
     return None
 
 
+def unchecked(k: Tensor, v: Tensor, around: tuple[Tensor | None, ...]) -> str | None:
+    """What keeps an automatic choice from the kernels: a kind of call that no device has compared with the recurrence.
+
+    around: carried key, mask, cu_seqlens. With any of them, bfloat16 up to width 64 was compared and nothing else.
+    """
+    narrow = v.dtype == torch.bfloat16 and max(k.shape[-1], v.shape[-1]) <= 64
+    if narrow or all(tensor is None for tensor in around):
+        return None
+    return "with a carried key, a mask or cu_seqlens, only bfloat16 up to width 64 was checked on a device"
+
+
 def _gate_reason(v: Tensor, given: dict[str, Tensor | None]) -> str | None:
     for name, tensor in given.items():
         if tensor is not None and tensor.dtype not in DTYPES:

@@ -6,7 +6,6 @@ nothing: with unnormalised keys and a direct step, eta |x|^2 must stay below 2 f
 is the caller's business (the layer normalises q and k). Keys come unshifted: the op pairs.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from fastweight.memory import checks, fused, packing
 from fastweight.memory.block import block
+from fastweight.memory.inputs import Around, Inputs
 from fastweight.memory.recurrent import recurrent
 from fastweight.memory.rules import Rule, rule_of
 from fastweight.memory.state import State
@@ -24,20 +24,6 @@ DELTA_RULE = Rule("delta-rule", "regression", pairing="same-step", step="direct"
 LINEAR_ATTENTION = Rule("linear-attention", "inner-product", pairing="same-step", step="direct")
 
 
-class _Inputs(NamedTuple):
-    """What the op reads at every token, in its own layouts."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    beta: Tensor | None
-    lam: Tensor | None
-    log_decay: Tensor | None
-
-    def map(self, change: Callable[[Tensor], Tensor]) -> "_Inputs":
-        return _Inputs(*(None if t is None else change(t) for t in self))  # type: ignore[arg-type]
-
-
 class _Call(NamedTuple):
     """How the op is to be computed."""
 
@@ -45,15 +31,6 @@ class _Call(NamedTuple):
     form: str
     backend: str
     chunk_size: int | None
-
-
-class _Sequence(NamedTuple):
-    """Where the tokens come from and what is to come back."""
-
-    initial_state: State | Tensor | None
-    output_final_state: bool
-    cu_seqlens: Tensor | None
-    mask: Tensor | None
 
 
 def fast_weight_attention(
@@ -100,8 +77,8 @@ def fast_weight_attention(
     checks.check_gate("beta", beta, v, column=rule.gain == "column")
     checks.check_gate("lam", lam, v)
     call = _Call(rule, form, backend, chunk_size)
-    sequence = _Sequence(initial_state, output_final_state, cu_seqlens, mask)
-    return _attend(_Inputs(q, k, v, beta, lam, None), call, sequence)
+    around = Around(initial_state, mask, cu_seqlens)
+    return _attend(Inputs(q, k, v, beta, lam, None), call, around, output_final_state)
 
 
 def delta_rule(
@@ -129,9 +106,9 @@ def delta_rule(
     checks.check_gate("beta", beta, v)
     checks.check_gate("log_decay", log_decay, v)
     call = _Call(DELTA_RULE, form, backend, chunk_size)
-    sequence = _Sequence(initial_state, output_final_state, cu_seqlens, mask)
+    around = Around(initial_state, mask, cu_seqlens)
     decay = torch.zeros_like(v[..., 0]) if log_decay is None else log_decay
-    return _attend(_Inputs(q, k, v, beta, None, decay), call, sequence)
+    return _attend(Inputs(q, k, v, beta, None, decay), call, around, output_final_state)
 
 
 def linear_attention(
@@ -157,9 +134,9 @@ def linear_attention(
     checks.check_qkv(q, k, v)
     checks.check_gate("log_decay", log_decay, v)
     call = _Call(LINEAR_ATTENTION, form, backend, chunk_size)
-    sequence = _Sequence(initial_state, output_final_state, cu_seqlens, mask)
+    around = Around(initial_state, mask, cu_seqlens)
     decay = torch.zeros_like(v[..., 0]) if log_decay is None else log_decay
-    return _attend(_Inputs(q, k, v, None, None, decay), call, sequence)
+    return _attend(Inputs(q, k, v, None, None, decay), call, around, output_final_state)
 
 
 def step(
@@ -179,43 +156,42 @@ def step(
             got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             checks.fail(name, got, "a tensor of 3 axes [batch, heads, width]")
     rule = rule_of(rule)
-    inputs = _Inputs(q_t, k_t, v_t, beta_t, lam_t, None).map(lambda t: t[:, None])
+    inputs = Inputs(q_t, k_t, v_t, beta_t, lam_t, None).map(lambda t: t[:, None])
     checks.check_qkv(inputs.q, inputs.k, inputs.v)
     checks.check_gate("beta_t", inputs.beta, inputs.v, column=rule.gain == "column")
     checks.check_gate("lam_t", inputs.lam, inputs.v)
     mask = None if mask_t is None else mask_t[:, None]
-    o, new = _attend(inputs, _Call(rule, "recurrent", "auto", None), _Sequence(state, True, None, mask))
+    o, new = _attend(inputs, _Call(rule, "recurrent", "auto", None), Around(state, mask, None), True)
     assert new is not None, "the state was asked for"
     return o[:, 0], new
 
 
-def _attend(inputs: _Inputs, call: _Call, sequence: _Sequence) -> tuple[Tensor, State | None]:
+def _attend(inputs: Inputs, call: _Call, around: Around, output_final_state: bool) -> tuple[Tensor, State | None]:
     """The op after its gates are checked: packing around `_dense`, dtypes in and out."""
-    v, cu_seqlens, mask = inputs.v, sequence.cu_seqlens, sequence.mask
+    v, (initial_state, mask, cu_seqlens) = inputs.v, around
     checks.check_choice("form", call.form, checks.FORMS)
     checks.check_choice("backend", call.backend, checks.BACKENDS)
     checks.check_chunk_size(call.chunk_size)
     checks.check_mask(mask, v)
     checks.check_cu_seqlens(cu_seqlens, v)
     N = len(v) if cu_seqlens is None else len(cu_seqlens) - 1
-    checks.check_state(sequence.initial_state, inputs.k, v, call.rule, N)
-    kernels = _use_kernels(inputs, call, sequence)
+    checks.check_state(initial_state, inputs.k, v, call.rule, N)
+    kernels = _use_kernels(inputs, call, around)
     double = any(t is not None and t.dtype == torch.float64 for t in inputs)
     dtype = torch.float64 if double else torch.float32
-    state = _start(sequence.initial_state, call.rule, N, inputs.k, v, dtype)
+    state = _start(initial_state, call.rule, N, inputs.k, v, dtype)
     with torch.autocast(v.device.type, enabled=False):
         if kernels:
-            last = sequence.output_final_state
-            return fused.attend(*inputs, call.rule, state, last, mask, cu_seqlens)
+            return fused.attend(inputs, call.rule, around, state, output_final_state)
         inputs = inputs.map(lambda t: t.to(dtype))
         if cu_seqlens is None:
             o, state = _dense(inputs, call, state, mask)
         else:
             o, state = _packed(inputs, call, state, mask, cu_seqlens)
-    return o.to(v.dtype), state if sequence.output_final_state else None
+    return o.to(v.dtype), state if output_final_state else None
 
 
-def _use_kernels(inputs: _Inputs, call: _Call, sequence: _Sequence) -> bool:
+def _use_kernels(inputs: Inputs, call: _Call, around: Around) -> bool:
     """Whether the Triton kernels serve this call; a backend that was asked for is obeyed or raises."""
     device = inputs.v.device.type
     if call.backend == "torch" or (call.backend == "auto" and (device != "cuda" or inputs.v.shape[1] == 1)):
@@ -223,8 +199,7 @@ def _use_kernels(inputs: _Inputs, call: _Call, sequence: _Sequence) -> bool:
     if call.form not in ("auto", "chunk") or call.chunk_size is not None:
         reason = "kernels compute the chunk form, in chunks of their own size"
     else:
-        start, mask, cu_seqlens = sequence.initial_state, sequence.mask, sequence.cu_seqlens
-        reason = fused.no_kernel(*inputs, call.rule, start, mask, cu_seqlens)
+        reason = fused.no_kernel(inputs, call.rule, around, call.backend == "triton")
     if call.backend == "triton" and reason is not None:
         checks.fail("backend", "'triton'", f"'torch' or 'auto' for this call: {reason}")
     if call.backend == "auto" and not torch.compiler.is_compiling():
@@ -239,9 +214,7 @@ def _start(initial: State | Tensor | None, rule: Rule, N: int, k: Tensor, v: Ten
     return State.fresh(S.to(dtype), rule, num_key_heads=k.shape[2])
 
 
-def _packed(
-    inputs: _Inputs, call: _Call, state: State, mask: Tensor | None, cu_seqlens: Tensor
-) -> tuple[Tensor, State]:
+def _packed(inputs: Inputs, call: _Call, state: State, mask: Tensor | None, cu_seqlens: Tensor) -> tuple[Tensor, State]:
     """Every bucket of sequences as a dense batch; outputs and states back in order."""
     if len(cu_seqlens) == 1:
         return torch.zeros_like(inputs.v), state
@@ -258,7 +231,7 @@ def _packed(
     return packing.merge(outputs, found), State.cat(states).index_select(back)
 
 
-def _dense(inputs: _Inputs, call: _Call, state: State, mask: Tensor | None) -> tuple[Tensor, State]:
+def _dense(inputs: Inputs, call: _Call, state: State, mask: Tensor | None) -> tuple[Tensor, State]:
     """B rows of T tokens after B states, everything in one float dtype."""
     rule, T = call.rule, inputs.v.shape[1]
     if inputs.v.numel() == 0:
@@ -282,7 +255,7 @@ def _dense(inputs: _Inputs, call: _Call, state: State, mask: Tensor | None) -> t
     return o, boundary._replace(S=S)
 
 
-def _hide(inputs: _Inputs, hidden: Bool[Tensor, "B T"]) -> _Inputs:
+def _hide(inputs: Inputs, hidden: Bool[Tensor, "B T"]) -> Inputs:
     """0 in all that writes, at masked tokens: they may hold anything, and 0 * NaN must not reach the memory."""
     clean = inputs.map(lambda t: t.masked_fill(hidden.reshape(*hidden.shape, *(1,) * (t.ndim - 2)), 0))
     return clean._replace(q=inputs.q)

@@ -10,6 +10,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from fastweight.memory.inputs import Around, Inputs
 from fastweight.memory.rules import Rule
 from fastweight.memory.state import State
 from fastweight.memory.writes import pair
@@ -17,54 +18,49 @@ from fastweight.memory.writes import pair
 _log = logging.getLogger("fastweight")
 
 
-def no_kernel(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor | None,
-    lam: Tensor | None,
-    log_decay: Tensor | None,
-    rule: Rule,
-    initial_state: "State | Tensor | None",
-    mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-) -> str | None:
-    """Why the kernels cannot serve this call, or None if they can."""
+def no_kernel(inputs: Inputs, rule: Rule, around: Around, chosen: bool) -> str | None:
+    """Why the kernels cannot serve this call, or None if they can.
+
+    chosen: whether the user asked for them; otherwise they also stay away from what no device has checked.
+    """
     from fastweight.kernels import dispatch
 
+    q, k, v, beta, lam, log_decay = inputs
     if v.numel() == 0:
         return "there is nothing to compute"
-    if any(t is not None and t.dtype == torch.float64 for t in (beta, lam, log_decay)):
-        return "float64 gates are computed by torch"
-    continues = isinstance(initial_state, State) and rule.window > 1
-    return dispatch.supported(
-        q, k, v, beta, lam, rule, log_decay=log_decay, mask=mask, cu_seqlens=cu_seqlens, continues=continues
-    )
+    reason = dispatch.supported(
+        q, k, v, beta, lam, rule,
+        log_decay=log_decay, key=around.key, mask=around.mask, cu_seqlens=around.cu_seqlens,
+        continues=around.key is not None and rule.window > 1,
+    )  # fmt: skip
+    if reason is None and not chosen:
+        reason = dispatch.unchecked(k, v, (around.key, around.mask, around.cu_seqlens))
+    return reason
 
 
 def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor | None,
-    lam: Tensor | None,
-    log_decay: Tensor | None,
-    rule: Rule,
-    state: State,
-    output_final_state: bool,
-    mask: Tensor | None,
-    cu_seqlens: Tensor | None,
+    inputs: Inputs, rule: Rule, around: Around, state: State, output_final_state: bool
 ) -> tuple[Tensor, State | None]:
-    """o in v's dtype, and the State after the last token of every sequence."""
+    """o in v's dtype, and the State after the last token of every sequence.
+
+    state: what `around` carries in, as a State of the right dtype, or zeros.
+    """
     from fastweight.kernels import dispatch
 
+    q, k, v, beta, lam, log_decay = inputs
+    # Nothing carried, nothing passed: the kernels have a leaner variant for a fresh start.
+    carried = around.key is not None
     o, S = dispatch.scan(
         q, k, v, beta, lam, rule,
-        log_decay=log_decay, S=state.S, key=state.key, has_key=state.has_key, mask=mask, cu_seqlens=cu_seqlens,
+        log_decay=log_decay,
+        S=None if around.initial_state is None else state.S,
+        key=state.key if carried else None,
+        has_key=state.has_key if carried else None,
+        mask=around.mask, cu_seqlens=around.cu_seqlens,
     )  # fmt: skip
     if not output_final_state:
         return o, None
-    return o, _boundary(k, v, rule, state, mask, cu_seqlens)._replace(S=S)
+    return o, _boundary(k, v, rule, state, around.mask, around.cu_seqlens)._replace(S=S)
 
 
 def _boundary(k: Tensor, v: Tensor, rule: Rule, state: State, mask: Tensor | None, cu_seqlens: Tensor | None) -> State:
