@@ -30,10 +30,16 @@ from fastweight.training.model import build_model, decayed_parameters
 
 
 class RunTrainer(Trainer):
-    """Trainer whose weight decay follows the marks on the layers."""
+    """Trainer whose weight decay follows the marks on the layers, and who knows that a tied matrix is stored once."""
 
     def get_decay_parameter_names(self, model: torch.nn.Module) -> list[str]:
         return decayed_parameters(model)
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        # The second name of a tied matrix is not in the file, which the Trainer would report as missing.
+        tied = getattr(self.model, "all_tied_weights_keys", None) or {}
+        load_result.missing_keys[:] = [name for name in load_result.missing_keys if name not in tied]
+        super()._issue_warnings_after_load(load_result)
 
 
 def train(
