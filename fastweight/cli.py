@@ -102,8 +102,11 @@ def demo(
 
     Interrupted and started again, it goes on from the last complete checkpoint.
     """
+    import torch
+
     from fastweight.recipes import load_recipe
 
+    torch.set_num_threads(1)  # enough for models this small, and no slower where the cores are shared
     console, run_dirs = _console(), []
     for mixer in ("falcon-3a", "transformer"):
         run = load_recipe("addition-tiny", [f"model.mixer={mixer}", "training.device=cpu", *(overrides or [])])

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 import typer
 from typer.testing import CliRunner
 
@@ -138,7 +139,7 @@ def test_train_then_generate(
 def test_demo_trains_two_models_reports_and_does_not_train_twice(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    out = tmp_path / "demo"
+    out, threads = tmp_path / "demo", torch.get_num_threads()
     assert run_main(monkeypatch, "demo", "--out", str(out), *SETTINGS) == 0
     said = capsys.readouterr()
     assert "falcon-3a" in said.out
@@ -152,6 +153,7 @@ def test_demo_trains_two_models_reports_and_does_not_train_twice(
     again = capsys.readouterr()
     assert again.err.count("trained already") == 2
     assert again.out == said.out
+    torch.set_num_threads(threads)
     assert run_main(monkeypatch, "eval", "addition", str(out / "transformer"), "--out", str(tmp_path / "one")) == 0
     assert "transformer" in (tmp_path / "one" / "addition.md").read_text()
 
