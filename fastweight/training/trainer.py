@@ -63,6 +63,8 @@ def train(
     if start is not None and rundir.steps_of(start) >= run.training.steps:
         console.print(f"{run_dir} is trained already ({start.name}).", highlight=False)
         return start
+    if start is not None:
+        console.print(f"Going on from {start}.", highlight=False, soft_wrap=True)
     model = build_model(run) if model is None else model
     if os.environ.get("RANK", "0") == "0":
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -160,10 +162,7 @@ def _starting_point(run_dir: Path, record: dict[str, Any], allow_changes: bool, 
 
     for change in rundir.check_same_run(run_dir, record, allow_changes):
         say(f"Going on with a changed setting: {change}")
-    start = rundir.newest_complete_checkpoint(run_dir, say)
-    if start is not None:
-        say(f"Going on from {start}.")
-    return start
+    return rundir.newest_complete_checkpoint(run_dir, say)
 
 
 @contextmanager
