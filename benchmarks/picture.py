@@ -19,10 +19,10 @@ def _bars(axes: Axes, title: str, group: list[Row]) -> None:
     bars = [(row, row.ratio) for row in group if row.ratio is not None]
     for place, (row, ratio) in enumerate(bars):
         axes.barh(place, ratio, color=COLOURS[row.verdict], height=0.7)
-        axes.text(ratio, place, f" {ratio:.2f}x", va="center", fontsize=8)
+        bound = float(row.target.split()[1].rstrip("x")) if row.target else 0.0
         if row.target:
-            bound = float(row.target.split()[1].rstrip("x"))
             axes.plot([bound, bound], [place - 0.42, place + 0.42], color="black", linewidth=2)
+        axes.text(max(ratio, bound), place, f"  {ratio:.2f}x", va="center", fontsize=8)
     labels = [f"{row.contestant}, {row.mode}" for row, _ in bars]
     axes.set_yticks(range(len(bars)), labels, fontsize=8)
     axes.invert_yaxis()
@@ -45,7 +45,7 @@ def _lines(axes: Axes, scaling: list[ScalingRow]) -> None:
     axes.set_xlabel("T")
     axes.set_ylabel("us per token and head, fwd + bwd")
     axes.set_title("Time per token as T grows (flat is linear)", fontsize=9)
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
 
 
@@ -64,7 +64,7 @@ def draw(path: Path, report: Report) -> None:
         _lines(cells[len(groups)], report.scaling)
     for axes in cells[panels:]:
         axes.set_axis_off()
-    caption = f"{where['cpu']}, {where['threads']} threads, torch {where['torch']}, commit {where['commit']}"
+    caption = f"{where['cpu']}, {where['threads']} thread(s), torch {where['torch']}, commit {where['commit']}"
     figure.suptitle(caption, fontsize=9)
     figure.tight_layout()
     figure.savefig(path, dpi=130)

@@ -158,7 +158,8 @@ class Report:
             "Tensor with the largest relative error, checked before any time was taken:",
             "",
         ]
-        return "\n".join([*text, *(f"* {'ok' if gate.green else 'RED'}: {gate}" for gate in self.gates), ""])
+        lines = dict.fromkeys(f"* {'ok' if gate.green else 'RED'}: {gate}" for gate in self.gates)
+        return "\n".join([*text, *lines, ""])
 
     def save(self, folder: Path) -> None:
         """Write benchmark.json, benchmark.md and benchmark.png into `folder`."""
