@@ -1,6 +1,3 @@
-# pyright: basic, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
-# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false, reportReturnType=false
-# pyright: reportOptionalMemberAccess=false
 """Scalar-gain inner-product rules in chunks: falcon-1a, falcon-3a and linear attention, with all gradients.
 
 A chunk is STRIDE = 64 - (R - 1) steps, worked on as 64 rows: the R - 1 pairs before it, which its first steps write
@@ -16,6 +13,10 @@ gradient kept apart and added by `backward_halo`, so that results do not depend 
 Traps: with R = 1 W is D and nothing is shared. Row i of a chunk is its step i, rows below 0 are the pairs before it.
 What a product needs transposed is made the other way round, as in solve.py; no loop is pipelined, as there.
 """
+
+# pyright: basic, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
+# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false, reportReturnType=false
+# pyright: reportOptionalMemberAccess=false
 
 import triton
 import triton.language as tl

@@ -1,6 +1,3 @@
-# pyright: basic, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
-# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false, reportReturnType=false
-# pyright: reportOptionalMemberAccess=false
 """Step sizes: (k, beta, lam) -> eta / B and chunk-cumulative log-decays in float32, and their gradients' way back.
 
     ridge = lam or lam * E      eta = beta / (E + ridge + eps), or beta      alpha = min(eta * ridge, 1 - floor)
@@ -11,6 +8,10 @@ beta is eta and lam is the natural log-decay: the delta rules and linear attenti
 Traps: a row without a pair has eta = 0 and no decay. Where the gradient of eta is found as (R . dY) / eta, a zero eta
 of a row that does write is TINY instead. A small alpha needs log1p, which is a series here.
 """
+
+# pyright: basic, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
+# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false, reportReturnType=false
+# pyright: reportOptionalMemberAccess=false
 
 import triton
 import triton.language as tl

@@ -1,7 +1,3 @@
-# pyright: basic, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
-# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false, reportReturnType=false
-# pyright: reportOptionalMemberAccess=false
-# ruff: noqa: SIM108
 """Scalar-gain regression in chunks: (q, k, v, step) -> (o, final S) and all gradients, for falcon-1 and delta rules.
 
 Within a chunk of 64 tokens with state S_0 at its start, G the cumulative log2 decay (inclusive), E = G or G one row
@@ -21,6 +17,11 @@ transposed is made the other way round, never transposed from an accumulator (Tr
 Hopper). No loop of `backward_token` is pipelined: with two stages gradients came out wrong. The gradient of a log-decay
 is a sum of terms that all carry it, not a difference of totals, or strong decay drowns it.
 """
+
+# pyright: basic, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
+# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false, reportReturnType=false
+# pyright: reportOptionalMemberAccess=false
+# ruff: noqa: SIM108
 
 import triton
 import triton.language as tl

@@ -1,7 +1,3 @@
-# pyright: basic, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
-# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false, reportReturnType=false
-# pyright: reportOptionalMemberAccess=false
-# ruff: noqa: SIM108
 """Device functions that every kernel shares: where a chunk lies, and its tiles of tokens, paired keys and decays.
 
 A chunk is some consecutive rows of one sequence; chunks of all sequences are numbered through (`chunk`), so saved
@@ -12,6 +8,11 @@ are the sequence's ends in that measure, `source` is the row whose key a row is 
 Traps: only the base of a tile is a 64-bit offset. Log-decays are base 2, summed inside a chunk only; rows past the end
 repeat the last sum, so that no exponent of a kept pair is ever positive.
 """
+
+# pyright: basic, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
+# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false, reportReturnType=false
+# pyright: reportOptionalMemberAccess=false
+# ruff: noqa: SIM108
 
 import triton
 import triton.language as tl
