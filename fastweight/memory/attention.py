@@ -14,11 +14,11 @@ from torch import Tensor
 
 from fastweight.memory import checks, fused, packing
 from fastweight.memory.block import block
-from fastweight.memory.inputs import Around, Inputs
+from fastweight.memory.inputs import Around, Inputs, working_dtype
 from fastweight.memory.recurrent import recurrent
 from fastweight.memory.rules import Rule, rule_of
 from fastweight.memory.state import State
-from fastweight.memory.writes import make_writes
+from fastweight.memory.writes import make_writes, only_valid
 
 DELTA_RULE = Rule("delta-rule", "regression", pairing="same-step", step="direct")
 LINEAR_ATTENTION = Rule("linear-attention", "inner-product", pairing="same-step", step="direct")
@@ -177,8 +177,7 @@ def _attend(inputs: Inputs, call: _Call, around: Around, output_final_state: boo
     N = len(v) if cu_seqlens is None else len(cu_seqlens) - 1
     checks.check_state(initial_state, inputs.k, v, call.rule, N)
     kernels = _use_kernels(inputs, call, around)
-    double = any(t is not None and t.dtype == torch.float64 for t in inputs)
-    dtype = torch.float64 if double else torch.float32
+    dtype = working_dtype(*inputs)
     state = _start(initial_state, call.rule, N, inputs.k, v, dtype)
     with torch.autocast(v.device.type, enabled=False):
         if kernels:
@@ -236,8 +235,8 @@ def _dense(inputs: Inputs, call: _Call, state: State, mask: Tensor | None) -> tu
     rule, T = call.rule, inputs.v.shape[1]
     if inputs.v.numel() == 0:
         return torch.zeros_like(inputs.v), state
-    if mask is not None:
-        inputs = _hide(inputs, ~mask)
+    # Masked tokens may hold anything, and 0 * NaN must not reach the memory. q only reads.
+    inputs = inputs.map(lambda t: only_valid(t, mask))._replace(q=inputs.q)
     writes, boundary = make_writes(*inputs[1:5], rule, state, mask, inputs.log_decay)
     S = state.S
     if rule.read == "normalized":
@@ -253,12 +252,6 @@ def _dense(inputs: Inputs, call: _Call, state: State, mask: Tensor | None) -> tu
         boundary = boundary._replace(z=S[..., -1])
         o, S = _divide(o, rule.read_eps), S[..., :-1]
     return o, boundary._replace(S=S)
-
-
-def _hide(inputs: Inputs, hidden: Bool[Tensor, "B T"]) -> Inputs:
-    """0 in all that writes, at masked tokens: they may hold anything, and 0 * NaN must not reach the memory."""
-    clean = inputs.map(lambda t: t.masked_fill(hidden.reshape(*hidden.shape, *(1,) * (t.ndim - 2)), 0))
-    return clean._replace(q=inputs.q)
 
 
 def _divide(o: Float[Tensor, "B T H V+1"], eps: float) -> Float[Tensor, "B T H V"]:

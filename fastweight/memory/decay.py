@@ -49,7 +49,7 @@ def decays(log_decay: Float[Tensor, "M C"], read_before: bool, residual_before: 
     after_square = _between(u, dtype)
     before_square = _down(after_square) if read_before or residual_before else None
     reads = before_square if read_before else after_square
-    assert reads is not None
+    assert reads is not None, "read_before asks for the square that it returns"
     residual = couples = None
     if residual_before is not None:
         residual = before if residual_before else until

@@ -1,11 +1,18 @@
-"""What the op is given, as two records: the tokens, and what surrounds them."""
+"""What the op is given, as two records: the tokens, and what surrounds them; and the precision that follows from it."""
 
 from collections.abc import Callable
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from fastweight.memory.state import State
+
+
+def working_dtype(*tensors: Tensor | None) -> torch.dtype:
+    """What the memory computes in: float64 if anything comes in float64, else float32."""
+    double = any(t is not None and t.dtype == torch.float64 for t in tensors)
+    return torch.float64 if double else torch.float32
 
 
 class Inputs(NamedTuple):

@@ -17,6 +17,7 @@ from torch import Tensor
 from fastweight.memory import checks
 from fastweight.memory.block import chunked, default_chunk
 from fastweight.memory.decay import decays
+from fastweight.memory.inputs import working_dtype
 from fastweight.memory.rules import Rule, rule_of
 from fastweight.memory.state import State
 from fastweight.memory.window import Band
@@ -71,11 +72,11 @@ def chunk_maps(
         checks.fail("rule", repr(rule.name), "a scalar gain: with a gain per column, M differs from column to column")
     if v.shape[1] == 0:
         checks.fail("v", "0 tokens", "at least one")
-    dtype = torch.float64 if v.dtype == torch.float64 or k.dtype == torch.float64 else torch.float32
+    dtype = working_dtype(k, v, beta, lam)
     k, v, beta, lam = (None if t is None else t.to(dtype) for t in (k, v, beta, lam))  # type: ignore[assignment]
     if initial_state is None:
-        S = v.new_zeros(len(v), v.shape[2], k.shape[3], v.shape[3])
-        initial_state = State.fresh(S, rule, num_key_heads=k.shape[2])
+        widths = len(v), v.shape[2], k.shape[3], v.shape[3]
+        initial_state = State.zeros(rule, *widths, num_key_heads=k.shape[2], dtype=dtype, device=v.device)
     writes, _ = make_writes(k, v, beta, lam, rule, initial_state.to(dtype), mask)
     x, y, gain, log_decay, window = chunked(writes, min(chunk_size or default_chunk(writes), v.shape[1]), v.shape[2])
     n = len(x)

@@ -18,10 +18,11 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from fastweight.memory import checks
+from fastweight.memory.inputs import working_dtype
 from fastweight.memory.recurrent import read
 from fastweight.memory.rules import Pairing, Rule, Timing
 from fastweight.memory.state import State
-from fastweight.memory.writes import pair
+from fastweight.memory.writes import only_valid, pair
 
 
 class OnlineState(NamedTuple):
@@ -154,7 +155,7 @@ def _solve(
     N = len(v) if cu_seqlens is None else len(cu_seqlens) - 1
     if initial_state is not None and not isinstance(initial_state, OnlineState):
         checks.fail("initial_state", type(initial_state).__name__, "an OnlineState that a solver returned, or None")
-    dtype = torch.float64 if v.dtype == torch.float64 or q.dtype == torch.float64 else torch.float32
+    dtype = working_dtype(q, k, v, *problem.gates)
     if initial_state is None:
         memory = State.zeros(
             problem.rule, N, v.shape[2], k.shape[3], v.shape[3], num_key_heads=k.shape[2], dtype=dtype, device=v.device
@@ -192,9 +193,7 @@ def _loop(problem: _Problem, state: OnlineState, mask: Tensor | None, dtype: tor
     memory, P = state.memory.to(dtype), state.P
     if v.shape[1] == 0:
         return v, state
-    if mask is not None:
-        k, v = (t.masked_fill(~mask[..., None, None], 0) for t in (k, v))
-        gates = [gate.masked_fill(~mask[..., None], 0) for gate in gates]
+    k, v, *gates = (only_valid(t, mask) for t in (k, v, *gates))
     pairs, memory = pair(k, v, problem.rule, memory, mask)
     S, outputs = memory.S, []
     for t in range(v.shape[1]):

@@ -80,8 +80,8 @@ def make_writes(
         gain, log_decay = step_and_decay(pairs, beta, lam, rule, v.shape)
         residual: Residual = "before-decay" if rule.objective == "regression" else "none"
     else:
-        gain = _only_valid(v.new_ones(v.shape[:3]) if beta is None else beta, pairs.valid)
-        log_decay = _only_valid(log_decay, pairs.valid)
+        gain = only_valid(v.new_ones(v.shape[:3]) if beta is None else beta, pairs.valid)
+        log_decay = only_valid(log_decay, pairs.valid)
         residual = "after-decay" if rule.objective == "regression" else "none"
     if pairs.live is not None:
         gain = gain / pairs.live.clamp(min=1)[..., None]
@@ -183,7 +183,7 @@ def step_and_decay(
         below = energy + rule.eps if lam is None else energy + lam + rule.eps
         positive = below > 0
         eta = torch.where(positive, beta / torch.where(positive, below, 1), 0)
-    eta = _only_valid(eta, pairs.valid)
+    eta = only_valid(eta, pairs.valid)
     if lam is None:
         return eta.to(dtype), torch.zeros_like(eta, dtype=dtype)
     alpha, limit = eta * lam, 1 - rule.decay_floor
@@ -225,7 +225,8 @@ def _dot(a: Tensor, b: Tensor) -> Tensor:
     return torch.linalg.vecdot(a, b)
 
 
-def _only_valid(value: Tensor, valid: Tensor | None) -> Tensor:
+def only_valid(value: Float[Tensor, "B T ..."], valid: Bool[Tensor, "B T"] | None) -> Float[Tensor, "B T ..."]:
+    """value where valid, else 0 (whatever stood there, NaN included) with gradient 0."""
     if valid is None:
         return value
     return torch.where(valid.reshape(*valid.shape, *(1,) * (value.ndim - 2)), value, 0)
