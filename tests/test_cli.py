@@ -170,7 +170,7 @@ def test_bench_passes_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
     ((words, cwd),) = calls
     assert words[1:] == ["-m", "benchmarks.cpu", "--quick", "--only", "falcon-1"]
     assert (cwd / "benchmarks" / "cpu.py").is_file()
-    monkeypatch.setattr("fastweight.cli.__file__", "/nowhere/fastweight/cli.py")
+    monkeypatch.setattr("fastweight.cli.machine.__file__", "/nowhere/fastweight/cli/machine.py")
     assert run_main(monkeypatch, "bench") == 2
     assert len(calls) == 1
 

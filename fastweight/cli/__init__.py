@@ -1,0 +1,27 @@
+"""The command line: typed arguments into calls of training, evaluation and generation.
+
+Each module registers its commands on the applications in `shared`. A ValueError is the user's mistake and ends as one
+readable line with exit code 2; anything else keeps its traceback.
+"""
+
+import sys
+
+from rich.console import Console
+
+from fastweight.cli import addition, machine
+from fastweight.cli.shared import app
+
+__all__ = ["addition", "app", "machine", "main"]
+
+
+def main() -> None:
+    """Entry point of `fastweight`."""
+    try:
+        app()
+    except ValueError as error:
+        Console(stderr=True).print(f"Error: {error}", style="red", markup=False, highlight=False)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

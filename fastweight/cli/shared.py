@@ -1,0 +1,45 @@
+"""What every command shares: the typer applications they register on, options, the console, and checks of extras.
+
+Trap: `fastweight --help` must answer soon, so torch and transformers are imported inside commands only.
+"""
+
+import importlib.util
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+app = typer.Typer(
+    help="Fast-weight attention: train, evaluate, generate.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+train_app = typer.Typer(help="Train a model on a task.", no_args_is_help=True)
+eval_app = typer.Typer(help="Evaluate trained models on a task.", no_args_is_help=True)
+app.add_typer(train_app, name="train")
+app.add_typer(eval_app, name="eval")
+
+RunDirs = Annotated[list[Path], typer.Argument(help="Run directories, or single checkpoints in them.")]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", help="Change one setting, as model.hidden_size=64. Repeatable.")
+]
+Mixer = Annotated[str | None, typer.Option(help="Mixer of every layer, as falcon-3a, falcon-3a.3 or transformer.")]
+
+
+def console() -> Console:
+    """Messages and bars go to stderr, so that stdout holds results only; under torchrun, process 0 alone speaks."""
+    return Console(stderr=True, quiet=not speaks())
+
+
+def speaks() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+def need(package: str, what: str) -> None:
+    """End with one line when a package of the `train` extra is missing."""
+    if importlib.util.find_spec(package) is None:
+        raise ValueError(f'{what} needs {package}, which is not installed: pip install "fastweight[train]"')

@@ -1,0 +1,1 @@
+"""Text into token shards, and token shards into training sequences."""
