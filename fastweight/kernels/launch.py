@@ -9,15 +9,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from einops import rearrange, reduce
 from torch import Tensor
 
-from fastweight.kernels import additive, gates, solve
+from fastweight.kernels import gates
 from fastweight.kernels.geometry import Geometry, previous_unmasked
 
-INVERT_REGISTERS = 168  # a cap: more programs in flight are worth some spilling
 FEW_PROGRAMS = 132  # fewer programs than this leave a device idle: walk the sequences in pieces
 LEAST_CHUNKS = 32  # shorter sequences stay whole
 
@@ -76,15 +74,15 @@ class Tile(NamedTuple):
     maxnreg: int | None = None
 
 
-def _wide(width: int, least: int = 64) -> int:
+def wide(width: int, least: int = 64) -> int:
     return max(least, 1 << (width - 1).bit_length())
 
 
 def serial_tile(K: int, V: int, dtype: torch.dtype) -> Tile:
     """Of the kernels that walk the chunks: all of K at once, so that a state column never leaves its program."""
     if dtype == torch.float32:
-        return Tile(_wide(K), 32, 4, 1)
-    return Tile(_wide(K), 64, 4, 2) if K <= 128 else Tile(_wide(K), 64, 8, 1)
+        return Tile(wide(K), 32, 4, 1)
+    return Tile(wide(K), 64, 4, 2) if K <= 128 else Tile(wide(K), 64, 8, 1)
 
 
 def token_tile(K: int, V: int, dtype: torch.dtype) -> Tile:
@@ -92,24 +90,24 @@ def token_tile(K: int, V: int, dtype: torch.dtype) -> Tile:
     return Tile(32, 32, 4, 1) if dtype == torch.float32 else Tile(64, 64, 4, 1)
 
 
-def _launch(kernel: Any, grid: tuple[Any, ...], *arguments: Any, **options: Any) -> None:
+def start(kernel: Any, grid: tuple[Any, ...], *arguments: Any, **options: Any) -> None:
     kernel[grid](*arguments, **options)
 
 
-def _precision(dtype: torch.dtype) -> str:
+def precision(dtype: torch.dtype) -> str:
     return "tf32x3" if dtype == torch.float32 else "tf32"
 
 
-def _sums(dtype: torch.dtype) -> tl.dtype:
+def sum_dtype(dtype: torch.dtype) -> tl.dtype:
     """Operand type of the sums over pairs in gate gradients: the range of float32 matters there, not its digits."""
     return tl.float32 if dtype == torch.float32 else tl.bfloat16
 
 
-def _gates(plan: Plan) -> dict[str, Any]:
+def gate_flags(plan: Plan) -> dict[str, Any]:
     return {"SHIFT": int(plan.shift), "RAW": plan.raw, "SCALED": plan.scaled, "DIRECT": plan.direct}
 
 
-def _tables(where: Geometry) -> tuple:
+def tables(where: Geometry) -> tuple:
     return where.cu, where.chunk_seq, where.chunk_start, where.length, where.chunks, where.tokens
 
 
@@ -146,7 +144,7 @@ class Walk(NamedTuple):
         return torch.exp2(reduce(total, "n h (s c) -> n s h 1 1", "sum", s=self.segments))
 
 
-def _chain(maps: Tensor, local: Tensor, outside: Tensor | None, reverse: bool) -> Tensor:
+def chain(maps: Tensor, local: Tensor, outside: Tensor | None, reverse: bool) -> Tensor:
     """States [N segments, ...] that segments start from (end at, in reverse), from their maps and what each adds.
 
     In float64: it costs little, and no setting of the matrix product's precision can touch it.
@@ -164,77 +162,21 @@ def _chain(maps: Tensor, local: Tensor, outside: Tensor | None, reverse: bool) -
     return torch.stack([found[s] for s in range(local.shape[1])], dim=1).flatten(0, 1)
 
 
-def _steps(plan: Plan, given: Inputs, where: Geometry, nonzero: bool) -> tuple[Tensor, Tensor]:
+def make_steps(plan: Plan, given: Inputs, where: Geometry, nonzero: bool) -> tuple[Tensor, Tensor]:
     H = given.v.shape[2]
     weight = torch.empty(H, where.tokens, dtype=torch.float32, device=given.v.device)
     decay = torch.empty_like(weight)
     if where.slots and H:
-        _launch(
+        start(
             gates.steps, (where.slots, H),
-            given.k, given.beta, given.lam, *given[5:], weight, decay, *_tables(where),
-            float(plan.eps), float(plan.floor), BK=_wide(given.k.shape[3]), WINDOW=plan.window, NONZERO=nonzero,
-            **given.widths, **_gates(plan), num_warps=4,
+            given.k, given.beta, given.lam, *given[5:], weight, decay, *tables(where),
+            float(plan.eps), float(plan.floor), BK=wide(given.k.shape[3]), WINDOW=plan.window, NONZERO=nonzero,
+            **given.widths, **gate_flags(plan), num_warps=4,
         )  # fmt: skip
     return weight, decay
 
 
-def forward_solve(plan, q, k, v, beta, lam, state0, key0, has_key, mask, cu_seqlens, save):
-    """o, final S, eta, log-decay, inverse, residual and chunk states of the regression class."""
-    given = Inputs.of(plan, q, k, v, beta, lam, key0, has_key, mask)
-    (B, T, H, V), K, dtype = v.shape, q.shape[3], v.dtype
-    where = Geometry.of(B, T, cu_seqlens)
-    o = torch.empty_like(given.v)
-    state1 = torch.empty(where.sequences, H, K, V, dtype=torch.float32, device=v.device)
-    inverse = v.new_empty(where.slots, H, 64, 64)
-    residual = v.new_empty(where.tokens if save else 0, H, V)
-    states = v.new_empty(where.slots if save else 0, H, K, V)
-    eta, decay = _steps(plan, given, where, nonzero=True)
-    shift, dot = int(plan.shift), _precision(dtype)
-    if where.slots and H:
-        _launch(
-            solve.invert, (where.slots, H),
-            given.k, given.key0, given.previous, eta, decay, inverse, *_tables(where), BK=64, SHIFT=shift,
-            DECAYED=plan.decayed, DOT=dot, MERGE="tf32" if dtype == torch.bfloat16 else "tf32x3", **given.widths,
-            num_warps=1, num_stages=1, maxnreg=None if dtype == torch.float32 else INVERT_REGISTERS,
-        )  # fmt: skip
-    tile = serial_tile(K, V, dtype)
-    grid = where.sequences * H * triton.cdiv(V, tile.BV)
-    walk = Walk.of(where, grid)
-    if walk.segments > 1:
-        maps, local = _advance(plan, given, walk, (eta, decay, inverse), with_values=True)
-        state0 = _chain(maps, walk.pieces(local), state0, reverse=False)
-        state1 = torch.empty_like(local)
-    if grid:
-        _launch(
-            solve.forward, (grid * walk.segments,),
-            given.q, given.k, given.v, given.key0, given.previous, eta, decay, inverse,
-            None if state0 is None else state0.contiguous(), o, residual, states, state1, *walk.arguments,
-            V=V, SHIFT=shift, DECAYED=plan.decayed, BEFORE=plan.before, SAVE=save, DOT=dot, **given.widths,
-            **tile._asdict(),
-        )  # fmt: skip
-    if walk.segments > 1:
-        state1 = walk.pieces(state1)[:, -1].contiguous()
-    return o, state1, eta, decay, inverse, residual, states
-
-
-def _advance(plan: Plan, given: Inputs, walk: Walk, saved: tuple, with_values: bool) -> tuple[Tensor, Tensor]:
-    """Maps [N, segments, H, K, K] of all segments, and what they write from nothing (if with_values)."""
-    H, K, V = given.v.shape[2], given.q.shape[3], given.v.shape[3]
-    tile = serial_tile(K, V, given.v.dtype)
-    count = walk.where.sequences * walk.segments
-    maps = torch.empty(count, H, K, K, dtype=torch.float32, device=given.v.device)
-    local = torch.empty(count if with_values else 0, H, K, V, dtype=torch.float32, device=given.v.device)
-    blocks = triton.cdiv(K, tile.BV) + (triton.cdiv(V, tile.BV) if with_values else 0)
-    _launch(
-        solve.advance, (count * H * blocks,),
-        given.k, given.v, given.key0, given.previous, *saved, local if with_values else None, maps, *walk.arguments,
-        V=V, SHIFT=int(plan.shift), DECAYED=plan.decayed, DOT=_precision(given.v.dtype), **given.widths,
-        **tile._asdict(),
-    )  # fmt: skip
-    return walk.pieces(maps), local
-
-
-class _Gradients:
+class Gradients:
     """Empty gradients of a call; queries and keys per value head, masked rows zero because no program writes them."""
 
     def __init__(self, given: Inputs, where: Geometry, want_state: bool) -> None:
@@ -268,124 +210,11 @@ class _Gradients:
         return d_q, d_k, self.v, beta, lam, state0, key0
 
 
-def backward_solve(plan, d_o, d_state1, q, k, v, beta, lam, key0, has_key, mask, cu_seqlens, saved, want_state):
-    """Gradients of q, k, v, beta, lam, the initial S and the initial key."""
-    eta, decay, inverse, residual, states = saved
-    given = Inputs.of(plan, q, k, v, beta, lam, key0, has_key, mask)
-    (B, T, H, V), K, dtype = v.shape, q.shape[3], v.dtype
-    where = Geometry.of(B, T, cu_seqlens)
-    d_o = d_o.contiguous()
-    out = _Gradients(given, where, want_state)
-    flags: dict[str, Any] = {"DECAYED": plan.decayed, "BEFORE": plan.before, "DOT": _precision(dtype), "V": V}
-    tile = serial_tile(K, V, dtype)
-    grid = where.sequences * H * triton.cdiv(V, tile.BV)
-    walk = Walk.of(where, grid)
-
-    def reverse(d_end: Tensor | None, d_start: Tensor | None) -> None:
-        _launch(
-            solve.backward_state, (grid * walk.segments,),
-            given.q, given.k, d_o, given.key0, given.previous, eta, decay, inverse,
-            None if d_end is None else d_end.contiguous(), out.v, out.states, d_start, *walk.arguments,
-            SHIFT=int(plan.shift), **flags, **given.widths, **tile._asdict(),
-        )  # fmt: skip
-
-    if walk.segments > 1:
-        maps = _advance(plan, given, walk, (eta, decay, inverse), with_values=False)[0].mT
-        _reverse_in_pieces(reverse, walk, maps, d_state1, out)
-    elif grid:
-        reverse(d_state1, out.state0)
-    if where.slots and H:
-        _launch(
-            solve.backward_token, (where.slots, H),
-            given.q, given.k, d_o, given.beta, given.lam, *given[5:], eta, decay, residual, states, out.v, out.states,
-            torch.empty_like(decay), out.q, out.k, out.beta, out.lam, out.key0, *_tables(where),
-            float(plan.eps), float(plan.floor), SUM=_sums(dtype), **flags, **given.widths, **_gates(plan),
-            **token_tile(K, V, dtype)._asdict(),
-        )  # fmt: skip
-    return out.result()
-
-
-def _reverse_in_pieces(reverse: Any, walk: Walk, maps: Tensor, d_state1: Tensor | None, out: _Gradients) -> None:
+def reverse_in_pieces(reverse: Any, walk: Walk, maps: Tensor, d_state1: Tensor | None, out: Gradients) -> None:
     """The reverse walk twice: from nothing, for what each segment adds, then from the true gradients at their ends."""
     local = out.nothing.new_empty(walk.where.sequences * walk.segments, *out.states.shape[1:])
     reverse(None, local)
-    ends = _chain(maps, walk.pieces(local), d_state1, reverse=True)
+    ends = chain(maps, walk.pieces(local), d_state1, reverse=True)
     reverse(ends, local)
     if out.state0 is not None:
         out.state0 = walk.pieces(local)[:, 0].contiguous()
-
-
-def forward_additive(plan, q, k, v, beta, lam, state0, key0, has_key, mask, cu_seqlens, save):
-    """o, final S, weights, log-decay and chunk states of the inner-product class."""
-    given = Inputs.of(plan, q, k, v, beta, lam, key0, has_key, mask)
-    (B, T, H, V), K, dtype = v.shape, q.shape[3], v.dtype
-    where = Geometry.of(B, T, cu_seqlens, 65 - plan.window)
-    o = torch.empty_like(given.v)
-    state1 = torch.empty(where.sequences, H, K, V, dtype=torch.float32, device=v.device)
-    states = v.new_empty(where.slots if save else 0, H, K, V)
-    weight, decay = _steps(plan, given, where, nonzero=False)
-    tile = serial_tile(K, V, dtype)
-    grid = where.sequences * H * triton.cdiv(V, tile.BV)
-    walk = Walk.of(where, grid)
-
-    def run(state0: Tensor | None, state1: Tensor, save: bool) -> None:
-        _launch(
-            additive.forward, (grid * walk.segments,),
-            given.q, given.k, given.v, given.key0, given.previous, weight, decay,
-            None if state0 is None else state0.contiguous(), o, states, state1, *walk.arguments,
-            V=V, WINDOW=plan.window, SHIFT=int(plan.shift), BEFORE=plan.before, SAVE=save, DOT=_precision(dtype),
-            **given.widths, **tile._asdict(),
-        )  # fmt: skip
-
-    if walk.segments > 1:
-        local = state1.new_empty(where.sequences * walk.segments, H, K, V)
-        run(None, local, False)
-        decays = walk.decays(decay, 65 - plan.window)
-        run(_chain(decays, walk.pieces(local), state0, reverse=False), local, save)
-        state1 = walk.pieces(local)[:, -1].contiguous()
-    elif grid:
-        run(state0, state1, save)
-    return o, state1, weight, decay, states
-
-
-def backward_additive(plan, d_o, d_state1, q, k, v, beta, lam, key0, has_key, mask, cu_seqlens, saved, want_state):
-    """Gradients of q, k, v, beta, lam, the initial S and the initial key."""
-    weight, decay, states = saved
-    given = Inputs.of(plan, q, k, v, beta, lam, key0, has_key, mask)
-    (B, T, H, V), K, dtype = v.shape, q.shape[3], v.dtype
-    where = Geometry.of(B, T, cu_seqlens, 65 - plan.window)
-    d_o = d_o.contiguous()
-    out = _Gradients(given, where, want_state)
-    shared = where.slots * 16 if plan.window > 1 else 0
-    halo_k, halo_v = out.nothing.new_empty(shared, H, K), out.nothing.new_empty(shared, H, V)
-    flags: dict[str, Any] = {"WINDOW": plan.window, "BEFORE": plan.before, "DOT": _precision(dtype), "V": V}
-    tile = serial_tile(K, V, dtype)
-    grid = where.sequences * H * triton.cdiv(V, tile.BV)
-    walk = Walk.of(where, grid)
-
-    def reverse(d_end: Tensor | None, d_start: Tensor | None) -> None:
-        _launch(
-            additive.backward_state, (grid * walk.segments,),
-            given.q, d_o, decay, None if d_end is None else d_end.contiguous(), out.states, d_start,
-            *walk.arguments, **flags, **given.widths, **tile._asdict(),
-        )  # fmt: skip
-
-    if walk.segments > 1:
-        _reverse_in_pieces(reverse, walk, walk.decays(decay, 65 - plan.window), d_state1, out)
-    elif grid:
-        reverse(d_state1, out.state0)
-    if where.slots and H:
-        _launch(
-            additive.backward_token, (where.slots, H),
-            given.q, given.k, given.v, d_o, given.beta, given.lam, *given[5:], weight, decay, states, out.states,
-            out.nothing.new_empty(2 * H, where.tokens), out.q, out.k, out.v, out.beta, out.lam, out.key0,
-            halo_k, halo_v, *_tables(where), float(plan.eps), float(plan.floor), SUM=_sums(dtype),
-            **flags, **given.widths, **_gates(plan), **token_tile(K, V, dtype)._asdict(),
-        )  # fmt: skip
-    if shared and H:
-        _launch(
-            additive.backward_halo, (where.slots, H),
-            halo_k, halo_v, out.k, out.v, *_tables(where)[:5], H=H, K=K, V=V, BK=_wide(K), BV=_wide(V),
-            WINDOW=plan.window, SHIFT=int(plan.shift), num_warps=4,
-        )  # fmt: skip
-    return out.result()

@@ -14,7 +14,7 @@ import contextlib
 import torch
 from torch import Tensor
 
-from fastweight.kernels import launch
+from fastweight.kernels import launch, launch_additive, launch_solve
 
 
 @torch.library.custom_op("fastweight::scan_forward", mutates_args=())
@@ -29,9 +29,9 @@ def scan_forward(
     given = (q, k, v, beta, lam, state0, key0, has_key, mask, cu_seqlens, save)
     with _device_of(v):
         if regression:
-            o, state1, step, decay, inverse, residual, states = launch.forward_solve(plan, *given)
+            o, state1, step, decay, inverse, residual, states = launch_solve.forward(plan, *given)
         else:
-            o, state1, step, decay, states = launch.forward_additive(plan, *given)
+            o, state1, step, decay, states = launch_additive.forward(plan, *given)
             inverse, residual = v.new_empty(0), v.new_empty(0)
     return o, state1, step, decay, states, inverse, residual
 
@@ -69,8 +69,8 @@ def scan_backward(
     given = (d_o, d_state1, q, k, v, beta, lam, key0, has_key, mask, cu_seqlens)
     with _device_of(v):
         if regression:
-            return launch.backward_solve(plan, *given, (step, decay, inverse, residual, states), want_state)
-        return launch.backward_additive(plan, *given, (step, decay, states), want_state)
+            return launch_solve.backward(plan, *given, (step, decay, inverse, residual, states), want_state)
+        return launch_additive.backward(plan, *given, (step, decay, states), want_state)
 
 
 @scan_backward.register_fake
