@@ -1,4 +1,4 @@
-"""Recipes, training and evaluation: strict settings, exact loss and resume, complete checkpoints, honest reports."""
+"""Training and evaluation: exact loss and resume, complete checkpoints, honest reports."""
 
 import io
 import json
@@ -13,13 +13,13 @@ from transformers import Trainer, TrainerCallback
 from fastweight.evaluation import report
 from fastweight.evaluation.addition import ModelScores, answer, evaluate, find_checkpoint, load_model
 from fastweight.evaluation.picture import draw
-from fastweight.recipes import Run, load_recipe, recipe_names, rundir, to_dict
+from fastweight.recipes import Run, rundir
 from fastweight.recipes.loader import build_run
 from fastweight.tasks.addition import IGNORE, AdditionBatches
 from fastweight.tasks.scoring import Score
 from fastweight.training import newest_complete_checkpoint, train, trainer
 from fastweight.training.callbacks import METRICS, keep_until
-from fastweight.training.model import build_model, config_of, decayed_parameters
+from fastweight.training.model import build_model, decayed_parameters
 
 TINY = {
     "name": "tiny",
@@ -89,79 +89,6 @@ def killed_run(run: Run, run_dir: Path, step: int, monkeypatch: pytest.MonkeyPat
         patch.setattr(trainer, "build_trainer", build_and_arm)
         with pytest.raises(Killed):
             train(run, run_dir, console=quiet())
-
-
-# Recipes
-
-
-@pytest.mark.parametrize("name", recipe_names())
-def test_every_recipe_builds_its_configuration_for_every_mixer(name: str) -> None:
-    from fastweight.layers.mixers import MIXERS
-
-    for mixer in MIXERS:
-        run = load_recipe(name, [f"model.mixer={mixer}"])
-        assert config_of(run).mixer == mixer
-        assert run.name == name
-        assert run.about
-        assert build_run(json.loads(json.dumps(to_dict(run)))) == run  # what run.json holds is the run
-
-
-def test_overrides_change_what_they_name() -> None:
-    run = load_recipe(
-        "addition-tiny",
-        ["model.hidden_size=32", "optimizer.learning_rate=3e-4", "training.precision=bf16", "task.train_widths=[1, 3]"],
-    )
-    assert run.model["hidden_size"] == 32
-    assert run.optimizer.learning_rate == 3e-4  # YAML calls 3e-4 text
-    assert run.training.precision == "bf16"
-    assert run.task.train_widths == (1, 3)
-    plain = load_recipe("addition-tiny")
-    assert run.optimizer.betas == plain.optimizer.betas
-
-
-@pytest.mark.parametrize(
-    ("ending", "norm", "step"), [("1", "l2", "normalized"), ("2", "l2", "direct"), ("3", "rms", "direct")]
-)
-def test_the_papers_endings_name_settings(ending: str, norm: str, step: str) -> None:
-    config = config_of(load_recipe("addition-paper", [f"model.mixer=falcon-1a.{ending}"]))
-    assert (config.mixer, config.qk_norm, config.step) == ("falcon-1a", norm, step)
-    with pytest.raises(ValueError, match=r"falcon-1a\.4"):
-        config_of(load_recipe("addition-paper", ["model.mixer=falcon-1a.4"]))
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("optimizer.learning_rat=1", "optimizer.learning_rat: unknown setting .did you mean optimizer.learning_rate"),
-        ("optimiser.clip=1", "optimiser: unknown setting"),
-        ("training.steps=many", "training.steps: got 'many', expected int"),
-        ("training.steps=true", "training.steps: got True"),
-        ("training.steps=0", "training.steps: got 0"),
-        ("training.micro_batch_size=7", "training.micro_batch_size: got 7"),
-        ("training.threads=0", "training.threads: got 0"),
-        ("training.precision=fp8", "training.precision: got 'fp8', expected one of fp32, bf16"),
-        ("training.keep_checkpoints=1", "training.keep_checkpoints"),
-        ("task.train_widths=4", "task.train_widths: got 4"),
-        ("task.test_widths=[2, 9]", "task.test_widths: got .2, 9., expected widths above"),
-        ("optimizer.betas=[0.9, 1.0]", "optimizer.betas"),
-        ("optimizer=3", "optimizer: got 3, expected a mapping"),
-        ("name.first=x", "'name' is a single value"),
-        ("training.steps", "expected KEY=VALUE"),
-    ],
-)
-def test_wrong_settings_are_named(override: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        load_recipe("addition-tiny", [override])
-
-
-def test_unknown_recipes_and_model_settings_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="recipe: got 'addition-huge'"):
-        load_recipe("addition-huge")
-    with pytest.raises(ValueError, match=r"did you mean model\.hidden_size"):
-        config_of(load_recipe("addition-tiny", ["model.hiden_size=8"]))
-    own = tmp_path / "own.yaml"
-    own.write_text("training: {steps: 3}\n")
-    assert load_recipe(str(own)).training.steps == 3
 
 
 # Training

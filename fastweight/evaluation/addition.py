@@ -16,7 +16,7 @@ import torch
 from transformers.utils import logging
 
 from fastweight.models import FastWeightForCausalLM
-from fastweight.recipes import Run
+from fastweight.recipes import AdditionTask, Run
 from fastweight.recipes.loader import build_run
 from fastweight.recipes.rundir import RUN_RECORD, newest_complete_checkpoint
 from fastweight.tasks.addition import decode, encode, held_out
@@ -94,20 +94,22 @@ def evaluate(
         progress: called with (model, widths done, widths in all).
     """
     found = [find_checkpoint(path, say) for path in paths]
-    task = found[0][1].task
+    tasks = [_addition(run, path) for path, (_, run) in zip(paths, found, strict=True)]
+    task = tasks[0]
     low, high = widths or (task.train_widths[0], task.test_widths[1])
     if not 1 <= low <= high:
         raise ValueError(f"widths: got {low} to {high}, expected a range of digits from 1 up")
     count = task.test_problems if num_problems is None else num_problems
     results = []
-    for name, (checkpoint, run) in zip(_names([run for _, run in found], paths), found, strict=True):
+    names = _names([run for _, run in found], paths)
+    for name, (checkpoint, run), trained_on in zip(names, found, tasks, strict=True):
         model, scores = load_model(checkpoint), []
         for width in range(low, high + 1):
             progress(name, width - low, high - low + 1)
             scores.append(score(model, held_out(width, count, task.test_seed), generate=generate))
         size = sum(p.numel() for p in model.parameters())
         mixer = str(run.model.get("mixer", ""))
-        results.append(ModelScores(name, str(checkpoint), mixer, size, run.task.train_widths, tuple(scores)))
+        results.append(ModelScores(name, str(checkpoint), mixer, size, trained_on.train_widths, tuple(scores)))
     return results
 
 
@@ -124,6 +126,12 @@ def answer(model: Any, prompt: str) -> tuple[str, str]:
 def to_json(results: Sequence[ModelScores]) -> list[dict[str, Any]]:
     """Plain data, with the mean over longer widths beside the scores."""
     return [asdict(result) | {"mean_exact_longer": result.mean("exact", longer=True)} for result in results]
+
+
+def _addition(run: Run, path: Path) -> AdditionTask:
+    if not isinstance(run.task, AdditionTask):
+        raise ValueError(f"run_dir: got {path}, trained on {run.task.kind}, expected a run of the addition task")
+    return run.task
 
 
 def _names(runs: Sequence[Run], paths: Sequence[Path]) -> list[str]:

@@ -1,6 +1,16 @@
 """Named, complete configurations: a YAML file each, read into one `Run`."""
 
 from fastweight.recipes.loader import load_recipe, recipe_names
-from fastweight.recipes.schema import AdditionTask, Optimizer, Run, Training, to_dict
+from fastweight.recipes.schema import AdditionTask, Engine, Optimizer, Run, TextTask, Training, to_dict
 
-__all__ = ["AdditionTask", "Optimizer", "Run", "Training", "load_recipe", "recipe_names", "to_dict"]
+__all__ = [
+    "AdditionTask",
+    "Engine",
+    "Optimizer",
+    "Run",
+    "TextTask",
+    "Training",
+    "load_recipe",
+    "recipe_names",
+    "to_dict",
+]

@@ -1,5 +1,9 @@
 """Recipe names or YAML files, with dotted overrides, into a checked `Run`.
 
+`extends: NAME` at the top of a recipe takes another one first: mappings are merged key by key at every depth, anything
+else (lists too) is replaced, and the name of the other is not inherited. A YAML file named there is looked for beside
+the recipe that names it. Overrides come last.
+
 An unknown key is an error that lists the known ones, wherever it stands; a value of the wrong kind is an error that
 names the key. A mixer may carry one of the paper's endings: falcon-1a.1 (l2, beta), .2 (l2, eta), .3 (RMSNorm, eta).
 Traps: YAML reads 1e-3 (no dot) as text, so text that is a number is taken as one where a number is expected; a mixer's
@@ -38,10 +42,8 @@ def load_recipe(name: str, overrides: Iterable[str] = ()) -> Run:
 
     Raises ValueError for an unknown recipe, key or value.
     """
-    raw = yaml.safe_load(_read(name)) or {}
-    if not isinstance(raw, dict):
-        raise ValueError(f"recipe {name}: got {type(raw).__name__}, expected a mapping of settings")
-    raw.setdefault("name", Path(name).stem)
+    raw = _with_ancestors(name, None, ())
+    raw.setdefault("name", name if name in recipe_names() else Path(name).stem)
     for override in overrides:
         _apply(raw, override)
     _expand_mixer(raw.get("model"))
@@ -60,12 +62,37 @@ def _expand_mixer(model: Any) -> None:
         model |= {"mixer": name, **ENDINGS[ending]}
 
 
-def _read(name: str) -> str:
+def _with_ancestors(name: str, folder: Path | None, seen: tuple[str, ...]) -> dict[str, Any]:
+    """The settings of a recipe on top of those it extends; `folder` and `seen` are of the recipes that led here."""
+    text, identity, own_folder = _read(name, folder)
+    if identity in seen:
+        raise ValueError(f"extends: got {name!r} again, expected no circle ({' -> '.join((*seen, identity))})")
+    raw = yaml.safe_load(text) or {}
+    if not isinstance(raw, dict):
+        raise ValueError(f"recipe {name}: got {type(raw).__name__}, expected a mapping of settings")
+    parent = raw.pop("extends", None)
+    if parent is None:
+        return raw
+    if not isinstance(parent, str):
+        raise ValueError(f"extends: got {parent!r} in recipe {name}, expected the name of one recipe")
+    inherited = _with_ancestors(parent, own_folder, (*seen, identity))
+    inherited.pop("name", None)
+    return _merged(inherited, raw)
+
+
+def _merged(below: Any, above: Any) -> Any:
+    if not isinstance(below, dict) or not isinstance(above, dict):
+        return above
+    return below | {key: _merged(below.get(key), value) for key, value in above.items()}
+
+
+def _read(name: str, folder: Path | None) -> tuple[str, str, Path | None]:
+    """Text of a recipe, what tells it from others, and the folder of its file (None for one of the package)."""
     if name in recipe_names():
-        return resources.files("fastweight.recipes").joinpath(f"{name}.yaml").read_text(encoding="utf-8")
-    path = Path(name)
+        return resources.files("fastweight.recipes").joinpath(f"{name}.yaml").read_text(encoding="utf-8"), name, None
+    path = Path(name) if folder is None else folder / name
     if path.suffix in (".yaml", ".yml") and path.is_file():
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8"), str(path.resolve()), path.parent
     raise ValueError(f"recipe: got {name!r}, expected a YAML file or one of {', '.join(recipe_names())}")
 
 
@@ -99,6 +126,8 @@ def _value(kind: Any, value: Any, where: str) -> Any:
         return _record(kind, value, where + ".")
     origin, options = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
+        if all(is_dataclass(option) for option in options):
+            return _record(_of_kind(options, value, where), value, where + ".")
         return None if value is None else _value(next(o for o in options if o is not type(None)), value, where)
     if origin is Literal:
         if value not in options:
@@ -113,6 +142,15 @@ def _value(kind: Any, value: Any, where: str) -> Any:
             raise ValueError(f"{where}: got {value!r}, expected a mapping of settings")
         return dict(value)
     return _scalar(kind, value, where)
+
+
+def _of_kind(records: tuple[Any, ...], value: Any, where: str) -> Any:
+    """The record whose `kind` the value names; the first one when it names none."""
+    by_kind = {str(record.kind): record for record in records}
+    kind = value.get("kind", next(iter(by_kind))) if isinstance(value, Mapping) else next(iter(by_kind))
+    if kind not in by_kind:
+        raise ValueError(f"{where}.kind: got {kind!r}, expected one of {', '.join(by_kind)}")
+    return by_kind[kind]
 
 
 def _scalar(kind: type, value: Any, where: str) -> Any:

@@ -13,6 +13,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from fastweight.recipes.loader import build_run
+from fastweight.recipes.schema import to_dict
+
 MANIFEST = "complete.json"
 RUN_RECORD = "run.json"
 SET_ASIDE = "incomplete-"
@@ -29,6 +32,10 @@ FREE_SETTINGS = (
     "run.task.test_problems",
     "run.task.validation_problems",
     "run.task.test_seed",
+    "run.task.data",  # the fingerprint of what is in it counts, not where it lies
+    "run.task.validation_sequences",
+    "run.engine.workers",
+    "run.engine.report",
 )
 
 
@@ -115,7 +122,9 @@ def check_same_run(run_dir: Path, record: Mapping[str, Any], allow_changes: bool
     path = run_dir / RUN_RECORD
     if not path.is_file():
         return []
-    changes = changes_between(json.loads(path.read_text(encoding="utf-8")), record)
+    before = json.loads(path.read_text(encoding="utf-8"))
+    # Settings that the schema has gained since stand at their defaults, which is what that run did.
+    changes = changes_between(before | {"run": to_dict(build_run(before["run"]))}, record)
     if changes and not allow_changes:
         listed = "\n  ".join(changes)
         raise ValueError(

@@ -1,6 +1,7 @@
 """The shape of a recipe: nested records with checks, so that a wrong setting fails before anything is trained.
 
-Widths are digits per summand, steps are optimizer steps, batch_size counts problems per step over all devices.
+Widths are digits per summand, lengths are tokens, steps are optimizer steps, batch_size counts sequences (problems of
+the addition task) per step over all devices. `task` is one of two records, told apart by its `kind`.
 """
 
 from dataclasses import asdict, dataclass, field
@@ -17,6 +18,7 @@ class AdditionTask:
     """Which problems a run trains, validates and is tested on.
 
     Fields:
+        kind: "addition", which is also what a task without a kind is.
         train_widths: smallest and largest training width.
         test_widths: smallest and largest width of the extrapolation test; above the training widths.
         layout: "mixed" (a width for each problem) or "single" (a width for each micro-batch).
@@ -25,6 +27,7 @@ class AdditionTask:
         test_seed: of the held-out problems, the same for every model.
     """
 
+    kind: Literal["addition"] = "addition"
     train_widths: tuple[int, int] = (1, 32)
     test_widths: tuple[int, int] = (33, 48)
     layout: Literal["mixed", "single"] = "mixed"
@@ -47,6 +50,31 @@ class AdditionTask:
 
 
 @dataclass(frozen=True)
+class TextTask:
+    """Which tokens a language model is trained and validated on: a directory that `fastweight prepare` wrote.
+
+    Fields:
+        kind: "text".
+        data: directory of token shards; None in a recipe, to be named when it is trained (`--data`).
+        sequence_length: tokens in one sequence; all but the first are predicted.
+        packing: "contiguous" (windows of the token stream; documents in one window see each other) or "documents"
+            (the same, but no document sees another).
+        validation_sequences: from the validation split, always the same ones.
+    """
+
+    kind: Literal["text"] = "text"
+    data: str | None = None
+    sequence_length: int = 1024
+    packing: Literal["contiguous", "documents"] = "contiguous"
+    validation_sequences: int = 256
+
+    def __post_init__(self) -> None:
+        _require(self.sequence_length >= 2, "task.sequence_length", self.sequence_length, "at least 2 tokens")
+        name = "validation_sequences"
+        _require(self.validation_sequences >= 1, f"task.{name}", self.validation_sequences, "at least 1")
+
+
+@dataclass(frozen=True)
 class Optimizer:
     """AdamW with linear warm-up and a cosine to zero; no weight decay on gates, norms and biases.
 
@@ -56,6 +84,9 @@ class Optimizer:
         weight_decay: of weight matrices.
         clip: largest global gradient norm; 0 turns clipping off.
         warmup_steps: steps from 0 to the peak.
+        base_width: hidden_size at which learning_rate was tuned. The matrices between hidden activations then learn at
+            learning_rate * base_width / hidden_size, as muP asks of AdamW; embedding, convolutions, gates and norms at
+            learning_rate. None: one rate for all.
     """
 
     learning_rate: float = 1e-3
@@ -64,12 +95,15 @@ class Optimizer:
     weight_decay: float = 0.1
     clip: float = 1.0
     warmup_steps: int = 0
+    base_width: int | None = None
 
     def __post_init__(self) -> None:
         _require(self.learning_rate > 0, "optimizer.learning_rate", self.learning_rate, "a number above 0")
         _require(all(0 <= b < 1 for b in self.betas), "optimizer.betas", self.betas, "two numbers in [0, 1)")
         for name in ("eps", "weight_decay", "clip", "warmup_steps"):
             _require(getattr(self, name) >= 0, f"optimizer.{name}", getattr(self, name), "at least 0")
+        base = self.base_width
+        _require(base is None or base >= 1, "optimizer.base_width", base, "at least 1, or nothing")
 
 
 @dataclass(frozen=True)
@@ -78,9 +112,11 @@ class Training:
 
     Fields:
         steps: optimizer steps; the cosine ends here.
-        batch_size: problems per step, all devices together.
-        micro_batch_size: problems per forward pass; None means the whole batch on one device.
-        precision: "fp32", or "bf16" autocast with float32 parameters.
+        batch_size: sequences per step, all devices together.
+        micro_batch_size: sequences per forward pass; None means the whole batch on one device.
+        precision: "fp32"; "bf16", autocast with float32 parameters and optimizer; or "bf16-weights", parameters and
+            optimizer in bfloat16, which is faster, takes half the memory and rounds small updates away. Gates stay
+            float32 in all three.
         device: "auto" takes an accelerator when there is one, "cpu" never does.
         threads: CPU threads while training; None leaves torch's choice. Sums, and so results, depend on it.
         seed: of the parameters and of the data.
@@ -92,7 +128,7 @@ class Training:
     steps: int = 2000
     batch_size: int = 256
     micro_batch_size: int | None = None
-    precision: Literal["fp32", "bf16"] = "fp32"
+    precision: Literal["fp32", "bf16", "bf16-weights"] = "fp32"
     device: Literal["auto", "cpu"] = "auto"
     threads: int | None = None
     seed: int = 0
@@ -117,21 +153,46 @@ class Training:
 
 
 @dataclass(frozen=True)
+class Engine:
+    """How the work is spread and watched; nothing here changes what is computed beyond rounding.
+
+    Fields:
+        compile: torch.compile of the blocks.
+        gradient_checkpointing: compute activations twice instead of keeping them.
+        parallel: "ddp" or "fsdp2" when torchrun starts several processes; one process needs neither.
+        workers: processes that read the data ahead, for each training process; 0 reads between steps.
+        report: "tensorboard", "wandb" or "none", beside metrics.jsonl, which is always written. None means tensorboard
+            for text and none for addition.
+    """
+
+    compile: bool = False
+    gradient_checkpointing: bool = False
+    parallel: Literal["ddp", "fsdp2"] = "ddp"
+    workers: int = 0
+    report: Literal["tensorboard", "wandb", "none"] | None = None
+
+    def __post_init__(self) -> None:
+        _require(self.workers >= 0, "engine.workers", self.workers, "at least 0")
+
+
+@dataclass(frozen=True)
 class Run:
     """Everything that decides a training run; `fastweight.training.train` turns it into a trained model.
 
     Fields:
         name: of the recipe.
         about: one sentence for people.
-        model: keywords of FastWeightConfig; vocab_size follows from the task.
+        task: of kind "addition" or "text".
+        model: keywords of FastWeightConfig; vocab_size follows from the task unless a text recipe names it.
     """
 
     name: str
     about: str = ""
-    task: AdditionTask = field(default_factory=AdditionTask)
+    task: AdditionTask | TextTask = field(default_factory=AdditionTask)
     model: dict[str, Any] = field(default_factory=dict)
     optimizer: Optimizer = field(default_factory=Optimizer)
     training: Training = field(default_factory=Training)
+    engine: Engine = field(default_factory=Engine)
 
 
 def to_dict(run: Run) -> dict[str, Any]:

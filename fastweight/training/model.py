@@ -11,13 +11,13 @@ import torch
 
 from fastweight.layers.parts import no_weight_decay
 from fastweight.models import FastWeightConfig, FastWeightForCausalLM
-from fastweight.recipes import Run
+from fastweight.recipes import AdditionTask, Run
 from fastweight.tasks.addition import VOCAB_SIZE
 
 
 def config_of(run: Run) -> FastWeightConfig:
     """The model configuration of a run; ValueError for a setting that FastWeightConfig does not have."""
-    settings: dict[str, Any] = {"vocab_size": VOCAB_SIZE} | run.model
+    settings: dict[str, Any] = ({"vocab_size": VOCAB_SIZE} if isinstance(run.task, AdditionTask) else {}) | run.model
     known = [name for name in vars(FastWeightConfig)["__annotations__"] if not name.startswith("_")]
     for name in settings:
         if name not in known:

@@ -22,7 +22,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 from transformers.utils import logging
 
-from fastweight.recipes import Run, rundir, to_dict
+from fastweight.recipes import AdditionTask, Run, rundir, to_dict
 from fastweight.tasks.addition import AdditionBatches, held_out
 from fastweight.tasks.scoring import score
 from fastweight.training.callbacks import METRICS, CompleteCheckpoints, Metrics, ProgressBar, Validation
@@ -95,7 +95,7 @@ def micro_batches_of(run: Run, num_processes: int) -> int:
 
 def build_trainer(run: Run, run_dir: Path, accumulation: int, model: Any) -> Trainer:
     """The Trainer of a run, ready to train; `accumulation` micro-batches a step on each process."""
-    task, settings = run.task, run.training
+    task, settings = _addition(run), run.training
     micro_batch = settings.micro_batch_size or settings.batch_size
     num_items = settings.steps * (settings.batch_size // micro_batch)
     metrics = Metrics(run_dir / METRICS)
@@ -195,10 +195,10 @@ def _only_item(items: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
 
 def _validator(run: Run) -> Any:
     """From a model to exact match by width and their mean, on held-out problems of the training widths."""
-    low, high = run.task.train_widths
+    task = _addition(run)
+    low, high = task.train_widths
     batches = [
-        held_out(width, run.task.validation_problems, run.task.test_seed, stream="validation")
-        for width in range(low, high + 1)
+        held_out(width, task.validation_problems, task.test_seed, stream="validation") for width in range(low, high + 1)
     ]
 
     def validate(model: Any) -> dict[str, float]:
@@ -207,3 +207,9 @@ def _validator(run: Run) -> Any:
         return {"exact": sum(s.exact for s in scores) / len(scores)} | by_width
 
     return validate
+
+
+def _addition(run: Run) -> AdditionTask:
+    if not isinstance(run.task, AdditionTask):
+        raise ValueError(f"task.kind: got {run.task.kind!r}, expected 'addition'")
+    return run.task
