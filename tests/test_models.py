@@ -364,7 +364,9 @@ class TestFiles:
         assert not report["missing_keys"]
         assert not report["unexpected_keys"]
         assert (again.lm_head.weight is again.model.embed_tokens.weight) is tied
-        assert (again(ids).logits == model(ids).logits).all()
+        assert all((a == b).all() for a, b in zip(again.parameters(), model.parameters(), strict=True))
+        # Not to the bit: loaded tensors lie at other alignments, and matrix products round by them.
+        assert_close(again(ids).logits, model(ids).logits, DTYPE)
         again.resize_token_embeddings(VOCAB + 5)
         assert again(ids).logits.shape[-1] == VOCAB + 5
         assert (again.lm_head.weight is again.model.embed_tokens.weight) is tied
@@ -373,7 +375,7 @@ class TestFiles:
         model, ids = build(mixer, torch.float32), tokens(1, 5)
         model.save_pretrained(tmp_path)
         assert isinstance(AutoConfig.from_pretrained(tmp_path), FastWeightConfig)
-        assert (AutoModelForCausalLM.from_pretrained(tmp_path)(ids).logits == model(ids).logits).all()
+        assert_close(AutoModelForCausalLM.from_pretrained(tmp_path)(ids).logits, model(ids).logits, torch.float32)
         assert isinstance(AutoModel.from_pretrained(tmp_path), FastWeightModel)
 
     def test_half_precision_keeps_float32_gates(self, mixer, tmp_path):
