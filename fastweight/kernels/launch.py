@@ -5,6 +5,7 @@ of the kernels one per value head and are summed here. A launch on an empty grid
 narrower than 64: Triton 3.6 reads out of bounds on Hopper with 32-wide ones.
 """
 
+import contextlib
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -88,6 +89,11 @@ def serial_tile(K: int, V: int, dtype: torch.dtype) -> Tile:
 def token_tile(K: int, V: int, dtype: torch.dtype) -> Tile:
     """Of the kernels with one program a chunk."""
     return Tile(32, 32, 4, 1) if dtype == torch.float32 else Tile(64, 64, 4, 1)
+
+
+def device_of(tensor: Tensor):
+    """Triton launches on the current device, which need not be the tensor's."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
 
 
 def start(kernel: Any, grid: tuple[Any, ...], *arguments: Any, **options: Any) -> None:

@@ -9,8 +9,6 @@ residual and 64 of inverse (regression only), and K V / 64 of chunk states (K V 
 Traps: an operator may not return None or one of its inputs, so what is not wanted comes back empty, and states are new.
 """
 
-import contextlib
-
 import torch
 from torch import Tensor
 
@@ -27,7 +25,7 @@ def scan_forward(
     """o, final S, and what the backward pass keeps: steps, log-decays, chunk states, inverse, residual."""
     plan = launch.Plan(eps, floor, shift, raw, scaled, direct, decayed, before, window)
     given = (q, k, v, beta, lam, state0, key0, has_key, mask, cu_seqlens, save)
-    with _device_of(v):
+    with launch.device_of(v):
         if regression:
             o, state1, step, decay, inverse, residual, states = launch_solve.forward(plan, *given)
         else:
@@ -67,7 +65,7 @@ def scan_backward(
     """Gradients of q, k, v, beta, lam, the initial S and the initial key; empty where there is none."""
     plan = launch.Plan(eps, floor, shift, raw, scaled, direct, decayed, before, window)
     given = (d_o, d_state1, q, k, v, beta, lam, key0, has_key, mask, cu_seqlens)
-    with _device_of(v):
+    with launch.device_of(v):
         if regression:
             return launch_solve.backward(plan, *given, (step, decay, inverse, residual, states), want_state)
         return launch_additive.backward(plan, *given, (step, decay, states), want_state)
@@ -85,11 +83,6 @@ def _(d_o, d_state1, q, k, v, beta, lam, key0, has_key, mask, cu_seqlens, *rest)
 
     state = v.new_empty(N, H, k.shape[-1], V, dtype=torch.float32) if rest[-1] else like(None)
     return like(q), like(k), like(v), like(beta), like(lam), state, like(key0)
-
-
-def _device_of(tensor: Tensor):
-    """Triton launches on the current device, which need not be the tensor's."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
 
 
 def _keep(ctx, inputs, output) -> None:
