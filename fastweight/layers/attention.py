@@ -192,6 +192,19 @@ class FastWeightAttention(nn.Module):
             o = o * F.silu(self.g_proj(hidden_states))
         return self.o_proj(o), None if memory is None else LayerState(conv, memory)
 
+    def core_flops(self, context: float) -> float:
+        """FLOP of one token's residuals, writes and read; `context`, the number of tokens seen, does not matter."""
+        products = 1 + self.rule.window * (2 if self.rule.objective == "regression" else 1)
+        return 2.0 * products * self.num_heads * self.key_dim * self.value_dim
+
+    def state_bytes(self, num_tokens: int, dtype: torch.dtype) -> int:
+        """Bytes of one sequence's LayerState in a model of that dtype, the same after any number of tokens."""
+        memory = State.zeros(
+            self.rule, 1, self.num_heads, self.key_dim, self.value_dim, num_key_heads=self.num_key_heads, device="meta"
+        )
+        conv = 0 if self.conv is None else (self.conv.width - 1) * sum(self.split_sizes)
+        return memory.nbytes + conv * dtype.itemsize
+
     def _qkv(self, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, cache: Tensor | None):
         """Featured q, k [B, T, Hk, K], v [B, T, H, V], and the convolution's new cache."""
         qkv = self.qkv_proj(x)

@@ -75,6 +75,14 @@ class SoftmaxAttention(nn.Module):
         o = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, is_causal=visible is None and T > 1)
         return self.o_proj(rearrange(o, "b h t d -> b t (h d)")), state if output_state else None
 
+    def core_flops(self, context: float) -> float:
+        """FLOP of one token's scores and weighted values over `context` visible keys."""
+        return 4.0 * context * self.num_heads * self.head_dim
+
+    def state_bytes(self, num_tokens: int, dtype: torch.dtype) -> int:
+        """Bytes of the keys and values of `num_tokens` tokens of one sequence."""
+        return 2 * num_tokens * self.num_heads * self.head_dim * dtype.itemsize
+
     def _check(self, mask: Tensor | None, cu_seqlens: Tensor | None, state: Any, B: int, T: int, seen: int) -> None:
         if cu_seqlens is not None and state is not None:
             raise ValueError("cu_seqlens: got packed documents with a key-value state, expected one or the other")
