@@ -4,56 +4,30 @@
     o, memory = fast_weight_attention(q, k, v, beta(x), lam(x), rule)
     out = (RMSNorm(o) * silu(x W_gate)) W_out
 
-Traps: nothing here knows the rules by name, all of their options live in `Rule`. A masked token is absent for the
-convolution as for the memory; its own output is finite and means nothing. Gates work in float32 (see `Gate`).
+Traps: nothing here knows the rules by name, all of their options live in `Rule`. Gates work in float32 (see `Gate`).
+Projections, convolution, output and states are those of every memory layer (memory_mixer.py).
 """
 
 import math
-from typing import NamedTuple
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from einops import rearrange
-from jaxtyping import Bool, Float, Int
-from torch import Tensor, nn
+from jaxtyping import Float
+from torch import Tensor
 
-from fastweight.layers.convolution import ShortConvolution
-from fastweight.layers.parts import FEATURE_MAPS, QK_NORMS, Gate, RMSNorm, feature_energy, rms_normalize
+from fastweight.layers.memory_mixer import LayerState, MemoryMixer
+from fastweight.layers.parts import FEATURE_MAPS, QK_NORMS, Gate, feature_energy, rms_normalize
 from fastweight.memory.attention import fast_weight_attention
-from fastweight.memory.checks import check_cu_seqlens
 from fastweight.memory.rules import Rule, rule_of
 from fastweight.memory.state import State
+
+__all__ = ["FastWeightAttention", "LayerState"]
 
 SHORTEST_MEMORY, LONGEST_MEMORY = 16, 1024  # tokens: 1 / (1 - carry) of the first and of the last head at step 0
 
 
-class LayerState(NamedTuple):
-    """All that a layer must remember of N sequences: the last W-1 inputs of the convolution, and the fast weights."""
-
-    conv: Float[Tensor, "N W-1 C"]
-    memory: State
-
-    def detach(self) -> "LayerState":
-        """The same values, cut from the autograd graph."""
-        return LayerState(self.conv.detach(), self.memory.detach())
-
-    def index_select(self, index: Int[Tensor, " M"]) -> "LayerState":
-        """Rows `index` of the batch axis."""
-        return LayerState(self.conv.index_select(0, index.to(self.conv.device)), self.memory.index_select(index))
-
-    def tensors(self, prefix: str = "") -> dict[str, Tensor]:
-        """Named contiguous tensors for safetensors; `from_tensors` is the inverse."""
-        return {prefix + "conv": self.conv.detach().contiguous(), **self.memory.tensors(prefix + "memory.")}
-
-    @classmethod
-    def from_tensors(cls, tensors: dict[str, Tensor], prefix: str = "") -> "LayerState":
-        """The state that `tensors` wrote; a missing part raises ValueError."""
-        if prefix + "conv" not in tensors:
-            raise ValueError(f"tensors: got no {prefix}conv, expected every part of a layer state")
-        return cls(tensors[prefix + "conv"], State.from_tensors(tensors, prefix + "memory."))
-
-
-class FastWeightAttention(nn.Module):
+class FastWeightAttention(MemoryMixer):
     """Fast-weight attention as a layer, in the place of softmax self-attention.
 
     Gates. beta = 2 sigmoid(.) in (0, 2) for step "normalized"; eta = eta_max sigmoid(.) for step "direct", where
@@ -104,29 +78,29 @@ class FastWeightAttention(nn.Module):
         backend: str = "auto",
         chunk_size: int | None = None,
     ):
-        super().__init__()
-        num_key_heads = num_heads if num_key_heads is None else num_key_heads
-        _check_options(hidden_size, num_heads, num_key_heads, qk_norm, feature_map, conv_width, lambda_scale)
+        super().__init__(
+            hidden_size,
+            num_heads,
+            key_dim=key_dim,
+            value_dim=value_dim,
+            num_key_heads=num_key_heads,
+            conv_width=conv_width,
+            norm_eps=norm_eps,
+            form=form,
+            backend=backend,
+            chunk_size=chunk_size,
+        )
+        _check_features(qk_norm, feature_map, lambda_scale)
         self.rule = rule_of(rule)
-        self.num_heads, self.num_key_heads = num_heads, num_key_heads
-        self.key_dim, self.value_dim = key_dim or hidden_size // num_heads, value_dim or hidden_size // num_heads
-        self.qk_norm, self.feature_map, self.value_norm, self.norm_eps = qk_norm, feature_map, value_norm, norm_eps
-        self.form, self.backend, self.chunk_size = form, backend, chunk_size
-
+        self.qk_norm, self.feature_map, self.value_norm = qk_norm, feature_map, value_norm
         energy = feature_energy(qk_norm, feature_map, self.key_dim)
         scaled = self.rule.ridge == "scaled"
         self.lambda_scale = lambda_scale if lambda_scale is not None else 1.0 if scaled else energy
         self.step_scale = 2.0 if self.rule.step == "normalized" else 2 / (energy + self._lambda(energy, 1.0))
-
-        key_width, value_width = num_key_heads * self.key_dim, num_heads * self.value_dim
-        self.split_sizes = (key_width, key_width, value_width)
-        self.qkv_proj = nn.Linear(hidden_size, sum(self.split_sizes), bias=False)
-        self.conv = ShortConvolution(sum(self.split_sizes), conv_width) if conv_width else None
-        self.step_gate = Gate(hidden_size, [0.0] * (value_width if self.rule.gain == "column" else num_heads))
+        column = self.rule.gain == "column"
+        self.step_gate = Gate(hidden_size, [0.0] * (num_heads * self.value_dim if column else num_heads))
         self.lam_gate = Gate(hidden_size, self._initial_lam_logits(energy))
-        self.o_norm = RMSNorm(self.value_dim, norm_eps)
-        self.g_proj = nn.Linear(hidden_size, value_width, bias=False) if output_gate else None
-        self.o_proj = nn.Linear(value_width, hidden_size, bias=False)
+        self.add_output(output_gate)
 
     def _lambda(self, energy: float, fraction: float) -> float:
         """lambda when the gate stands at that fraction and the features have that energy."""
@@ -145,77 +119,12 @@ class FastWeightAttention(nn.Module):
             logits.append(math.log(fraction / (1 - fraction)))
         return logits
 
-    def forward(
-        self,
-        hidden_states: Float[Tensor, "B T D"],
-        mask: Bool[Tensor, "B S"] | None = None,
-        cu_seqlens: Int[Tensor, " N+1"] | None = None,
-        state: LayerState | None = None,
-        output_state: bool = False,
-        position_ids: Int[Tensor, "B T"] | None = None,
-    ) -> tuple[Float[Tensor, "B T D"], LayerState | None]:
-        """Mixes T tokens after `state`.
-
-        Args:
-            hidden_states: normalised hidden states.
-            mask: True for real tokens; the last T columns count, earlier ones belong to what `state` has seen.
-            cu_seqlens: bounds of N documents packed in one row (batch 1), N rows in states; a mask holds too.
-            state: of the tokens before; None means a fresh start.
-            output_state: whether to return the state after the last token (else None).
-            position_ids: not used; the memory has no positions.
-
-        Raises:
-            ValueError: for anything inconsistent, naming the argument.
-        """
-        mask = last_columns(mask, hidden_states)
-        check_cu_seqlens(cu_seqlens, hidden_states)
-        _check_state(state, len(hidden_states) if cu_seqlens is None else len(cu_seqlens) - 1)
-        q, k, v, conv = self._qkv(hidden_states, mask, cu_seqlens, None if state is None else state.conv)
-        step, lam = self._gates(hidden_states)
-        o, memory = fast_weight_attention(
-            q,
-            k,
-            v,
-            step,
-            lam,
-            self.rule,
-            form=self.form,
-            backend=self.backend,
-            chunk_size=self.chunk_size,
-            initial_state=None if state is None else state.memory,
-            output_final_state=output_state,
-            cu_seqlens=cu_seqlens,
-            mask=mask,
-        )
-        o = rearrange(self.o_norm(o), "b t h v -> b t (h v)")
-        if self.g_proj is not None:
-            o = o * F.silu(self.g_proj(hidden_states))
-        return self.o_proj(o), None if memory is None else LayerState(conv, memory)
-
-    def core_flops(self, context: float) -> float:
-        """FLOP of one token's residuals, writes and read; `context`, the number of tokens seen, does not matter."""
-        products = 1 + self.rule.window * (2 if self.rule.objective == "regression" else 1)
-        return 2.0 * products * self.num_heads * self.key_dim * self.value_dim
-
-    def state_bytes(self, num_tokens: int, dtype: torch.dtype) -> int:
-        """Bytes of one sequence's LayerState in a model of that dtype, the same after any number of tokens."""
-        memory = State.zeros(
-            self.rule, 1, self.num_heads, self.key_dim, self.value_dim, num_key_heads=self.num_key_heads, device="meta"
-        )
-        conv = 0 if self.conv is None else (self.conv.width - 1) * sum(self.split_sizes)
-        return memory.nbytes + conv * dtype.itemsize
-
-    def _qkv(self, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, cache: Tensor | None):
-        """Featured q, k [B, T, Hk, K], v [B, T, H, V], and the convolution's new cache."""
-        qkv = self.qkv_proj(x)
-        conv = qkv.new_zeros(len(x) if cu_seqlens is None else len(cu_seqlens) - 1, 0, qkv.shape[-1])
-        if self.conv is not None:
-            qkv, conv = self.conv(qkv, mask, cu_seqlens, cache)
-            qkv = F.silu(qkv)
-        q, k, v = qkv.split(self.split_sizes, dim=-1)
-        q, k = (self._featured(rearrange(u, "b t (h d) -> b t h d", d=self.key_dim)) for u in (q, k))
-        v = rearrange(v, "b t (h d) -> b t h d", d=self.value_dim)
-        return q, k, rms_normalize(v, self.norm_eps) if self.value_norm else v, conv
+    def attend(
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, around: dict[str, Any]
+    ) -> tuple[Float[Tensor, "B T H V"], State | None]:
+        step, lam = self._gates(x)
+        v = rms_normalize(v, self.norm_eps) if self.value_norm else v
+        return fast_weight_attention(self._featured(q), self._featured(k), v, step, lam, self.rule, **around)
 
     def _featured(self, u: Float[Tensor, "B T Hk K"]) -> Float[Tensor, "B T Hk K"]:
         return FEATURE_MAPS[self.feature_map](QK_NORMS[self.qk_norm](u, self.norm_eps))
@@ -228,37 +137,11 @@ class FastWeightAttention(nn.Module):
         return step, self.lambda_scale * torch.sigmoid(self.lam_gate(x))
 
 
-def _check_options(hidden_size, num_heads, num_key_heads, qk_norm, feature_map, conv_width, lambda_scale) -> None:
-    """The complaints of the layer's constructor; the rule, form, backend and chunk_size have checks of their own."""
-    if not 1 <= num_heads <= hidden_size:
-        raise ValueError(f"num_heads: got {num_heads}, expected 1 to hidden_size {hidden_size}")
-    if num_key_heads < 1 or num_heads % num_key_heads:
-        raise ValueError(f"num_key_heads: got {num_key_heads}, expected a divisor of num_heads {num_heads}")
+def _check_features(qk_norm: str, feature_map: str, lambda_scale: float | None) -> None:
+    """The complaints of this constructor; the base class, the rule and the op have checks of their own."""
     if qk_norm not in QK_NORMS:
         raise ValueError(f"qk_norm: got {qk_norm!r}, expected one of {', '.join(map(repr, QK_NORMS))}")
     if feature_map not in FEATURE_MAPS:
         raise ValueError(f"feature_map: got {feature_map!r}, expected one of {', '.join(map(repr, FEATURE_MAPS))}")
-    if conv_width < 0:
-        raise ValueError(f"conv_width: got {conv_width}, expected a number of taps, or 0 for no convolution")
     if lambda_scale is not None and not 0 < lambda_scale < math.inf:
         raise ValueError(f"lambda_scale: got {lambda_scale}, expected a finite number above 0, or None")
-
-
-def _check_state(state: LayerState | None, rows: int) -> None:
-    """The number of sequences; the op and the convolution check the rest of the shapes."""
-    if state is not None and (not isinstance(state, LayerState) or len(state.conv) != rows):
-        got = f"{len(state.conv)} sequences" if isinstance(state, LayerState) else type(state).__name__
-        raise ValueError(f"state: got {got}, expected a LayerState of {rows} sequences")
-
-
-def last_columns(mask: Bool[Tensor, "B S"] | None, hidden_states: Float[Tensor, "B T D"]) -> Bool[Tensor, "B T"] | None:
-    """The part of a mask that speaks of the T tokens at hand; ValueError when it does not cover them."""
-    if mask is None:
-        return None
-    B, T = hidden_states.shape[:2]
-    if mask.dtype != torch.bool or mask.ndim != 2 or mask.shape[0] != B or mask.shape[1] < T:
-        raise ValueError(
-            f"mask: got {mask.dtype} of shape {tuple(mask.shape)}, expected bool [{B}, {T}] (True for real tokens), "
-            "with more columns in front only for tokens seen before"
-        )
-    return mask[:, mask.shape[1] - T :]

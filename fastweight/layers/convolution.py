@@ -51,17 +51,20 @@ class _Taps(torch.autograd.Function):
 
 
 class ShortConvolution(nn.Module):
-    """Causal depthwise convolution of width W over D channels, without bias; weight [D, W], the newest tap last."""
+    """Causal depthwise convolution of width W over D channels; weight [D, W], the newest tap last, and maybe a bias."""
 
-    def __init__(self, channels: int, width: int):
+    def __init__(self, channels: int, width: int, bias: bool = False):
         super().__init__()
         self.width = width
         self.weight = nn.Parameter(torch.empty(channels, width))
+        self.bias = nn.Parameter(torch.empty(channels)) if bias else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         # A third of the input's variance comes out, whatever the width; the usual 0.02 would silence q, k and v.
         nn.init.uniform_(self.weight, -(self.width**-0.5), self.width**-0.5)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
 
     def forward(
         self,
@@ -90,7 +93,8 @@ class ShortConvolution(nn.Module):
     def _convolve(self, window: Float[Tensor, "N L D"]) -> Float[Tensor, "N L-W+1 D"]:
         if window.shape[1] < self.width:  # no token at all
             return window[:, :0]
-        return _Taps.apply(window, self.weight.to(window.dtype))  # type: ignore[no-any-return]
+        y: Tensor = _Taps.apply(window, self.weight.to(window.dtype))  # type: ignore[assignment]
+        return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def _masked(
         self, x: Float[Tensor, "B T D"], mask: Bool[Tensor, "B T"], cache: Float[Tensor, "B W-1 D"]

@@ -1,15 +1,19 @@
 """The small parts that layers and models share: norms, feature maps, gates, SwiGLU, rotary positions.
 
 Traps: every norm here is safe at zero (a zero key gives a zero feature and a finite gradient), works in float32 or
-better and answers in the dtype it was given. `Gate` keeps its parameters in float32 whatever happens to the model.
+better and answers in the dtype it was given. Gates keep their parameters in float32 whatever happens to the model.
 """
 
+import math
 from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+
+SHORTEST_STEP, LONGEST_STEP = 1e-3, 1e-1  # dt of the first and of the last head at step 0
+GOLDEN = (5**0.5 - 1) / 2
 
 
 def at_least_float32(x: Tensor) -> Tensor:
@@ -58,29 +62,53 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, x.shape[-1:], self.weight.to(x.dtype), self.eps).to(x.dtype)
 
 
-class Gate(nn.Module):
-    """Logits of one gate, in float32: x W^T + b, with the bias starting at `initial_logits`.
+class WideParameters(nn.Module):
+    """Keeps its parameters in float32 under a half-precision model (`.bfloat16()`, `.half()`, `.to(dtype)`).
 
-    The parameters keep float32 under a half-precision model (`.bfloat16()`, `.half()`, `.to(dtype)`): a bias of
-    several units moves by steps that bfloat16 rounds away. They carry no weight decay, which would pull every
-    gate to its midpoint.
+    A bias of several units moves by steps that bfloat16 rounds away. The parameters carry no weight decay, which would
+    pull every gate to its midpoint. `starting_points` are their values at step 0 by name, where those are not drawn.
     """
 
     no_weight_decay = True
 
+    def starting_points(self) -> dict[str, Tensor]:
+        raise NotImplementedError
+
+    def reset_parameters(self) -> None:
+        with torch.no_grad():
+            for name, value in self.starting_points().items():
+                getattr(self, name).copy_(value)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "WideParameters":
+        def keep_wide(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            narrowed = moved.is_floating_point() and torch.finfo(moved.dtype).bits < 32
+            return tensor.to(moved.device) if narrowed else moved
+
+        return super()._apply(keep_wide, recurse)
+
+
+def wide_parameter(*shape: int) -> nn.Parameter:
+    """An unfilled parameter in float32, also inside a half-precision default dtype, as loaders set it."""
+    return nn.Parameter(torch.empty(*shape, dtype=torch.promote_types(torch.get_default_dtype(), torch.float32)))
+
+
+class Gate(WideParameters):
+    """Logits of one gate, in float32: x W^T + b, with the bias starting at `initial_logits`."""
+
     def __init__(self, hidden_size: int, initial_logits: list[float]):
         super().__init__()
         self.initial_logits = tuple(initial_logits)
-        # Built in float32 also inside a half-precision default dtype, as loaders set it.
-        dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
-        self.weight = nn.Parameter(torch.empty(len(initial_logits), hidden_size, dtype=dtype))
-        self.bias = nn.Parameter(torch.empty(len(initial_logits), dtype=dtype))
+        self.weight = wide_parameter(len(initial_logits), hidden_size)
+        self.bias = wide_parameter(len(initial_logits))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, std=0.02)
-        with torch.no_grad():
-            self.bias.copy_(self.initial_bias())
+        super().reset_parameters()
+
+    def starting_points(self) -> dict[str, Tensor]:
+        return {"bias": self.initial_bias()}
 
     def initial_bias(self) -> Float[Tensor, " n"]:
         return torch.tensor(self.initial_logits, dtype=self.bias.dtype)
@@ -91,13 +119,48 @@ class Gate(nn.Module):
         with torch.autocast(x.device.type, enabled=False):
             return F.linear(x.to(weight.dtype), weight, bias)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Gate":
-        def keep_wide(tensor: Tensor) -> Tensor:
-            moved = fn(tensor)
-            narrowed = moved.is_floating_point() and torch.finfo(moved.dtype).bits < 32
-            return tensor.to(moved.device) if narrowed else moved
 
-        return super()._apply(keep_wide, recurse)
+class DecayGate(WideParameters):
+    """Step width and decay of a discretised linear system, per head and token, in float32 (Mamba-2, Gated DeltaNet).
+
+        dt = softplus(x W^T + b) > 0,   log_decay = -exp(A_log) dt <= 0   (natural log)
+
+    At step 0, dt is spread over the heads from 0.001 to 0.1 in equal ratios and A = exp(A_log) over 1 to 16: the ranges
+    that the published models draw from. Ours are not drawn, so that every rank and every seed starts with the same
+    range of memories; A goes through its range in steps of the golden ratio, so that it does not go along with dt.
+    """
+
+    def __init__(self, hidden_size: int, num_heads: int):
+        super().__init__()
+        places = [h / (num_heads - 1) if num_heads > 1 else 0.5 for h in range(num_heads)]
+        steps = [SHORTEST_STEP * (LONGEST_STEP / SHORTEST_STEP) ** place for place in places]
+        self.dt = Gate(hidden_size, [step + math.log(-math.expm1(-step)) for step in steps])  # softplus backwards
+        self.A_log = wide_parameter(num_heads)
+        self.reset_parameters()
+
+    def starting_points(self) -> dict[str, Tensor]:
+        rates = [1 + 15 * ((h + 1) * GOLDEN % 1) for h in range(len(self.A_log))]
+        return {"A_log": torch.tensor(rates, dtype=self.A_log.dtype).log()}
+
+    def forward(self, x: Float[Tensor, "B T D"]) -> tuple[Float[Tensor, "B T H"], Float[Tensor, "B T H"]]:
+        """dt and log_decay."""
+        dt = F.softplus(self.dt(x))
+        return dt, -at_least_float32(self.A_log).exp() * dt
+
+
+class HeadSkip(WideParameters):
+    """y + scale_h x for every head h: the way past a memory (D of a state-space model), starting at 1."""
+
+    def __init__(self, num_heads: int):
+        super().__init__()
+        self.weight = wide_parameter(num_heads)
+        self.reset_parameters()
+
+    def starting_points(self) -> dict[str, Tensor]:
+        return {"weight": torch.ones_like(self.weight)}
+
+    def forward(self, y: Float[Tensor, "B T H V"], x: Float[Tensor, "B T H V"]) -> Float[Tensor, "B T H V"]:
+        return y + (self.weight[:, None] * x).to(y.dtype)
 
 
 def no_weight_decay(model: nn.Module) -> Iterator[str]:
