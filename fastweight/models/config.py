@@ -33,6 +33,8 @@ class FastWeightConfig(PreTrainedConfig):
         rope_theta: base of the transformer's rotary frequencies.
         max_position_embeddings: longest sequence that evaluation tools should feed; nothing here depends on it.
         rms_norm_eps: of all norms. initializer_range: standard deviation of the weights at step 0.
+        fused_loss: how training finds its loss without all logits at once: "chunked", "liger" (liger-kernel, on a GPU),
+            or "none" (with all logits).
         use_cache: whether inference returns a cache. tie_word_embeddings: one matrix for embedding and output.
     """
 
@@ -69,6 +71,7 @@ class FastWeightConfig(PreTrainedConfig):
     max_position_embeddings: int = 2048
     rms_norm_eps: float = 1e-6
     initializer_range: float = 0.02
+    fused_loss: str = "chunked"
     use_cache: bool = True
     tie_word_embeddings: bool = True
     pad_token_id: int | None = None
@@ -85,6 +88,8 @@ class FastWeightConfig(PreTrainedConfig):
                 f"num_attention_heads: got {self.num_attention_heads}, expected a divisor of hidden_size "
                 f"{self.hidden_size}, or key_dim and value_dim"
             )
+        if self.fused_loss not in ("chunked", "liger", "none"):
+            raise ValueError(f"fused_loss: got {self.fused_loss!r}, expected 'chunked', 'liger' or 'none'")
         if self.intermediate_size is None:
             self.intermediate_size = 64 * math.ceil(self.hidden_size * 8 / 3 / 64)
         for name in self.mixers:

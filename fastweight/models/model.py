@@ -24,6 +24,7 @@ from fastweight.layers.parts import Gate, RMSNorm, SwiGLU
 from fastweight.models.cache import FastWeightCache
 from fastweight.models.config import FastWeightConfig
 from fastweight.models.inputs import document_bounds, one_of, padding_mask, without_document_starts
+from fastweight.models.loss import loss_of, wants_logits
 
 logger = logging.get_logger(__name__)
 
@@ -187,11 +188,12 @@ class FastWeightForCausalLM(FastWeightPreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         cu_seqlens: Int[Tensor, " N+1"] | None = None,
         logits_to_keep: int | Int[Tensor, " n"] = 0,
+        output_logits: bool | None = None,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast | tuple:
-        """Next-token logits, and the loss when labels are given.
+        """Next-token logits, or the loss when labels are given; in evaluation both.
 
         Args:
             input_ids or inputs_embeds: the tokens; exactly one of the two.
@@ -205,6 +207,8 @@ class FastWeightForCausalLM(FastWeightPreTrainedModel, GenerationMixin):
             cu_seqlens: bounds of documents packed in one row (batch 1); `cu_seq_lens_q` is the same under the name that
                 transformers' collators use.
             logits_to_keep: only the last so many logits (0: all), or those at these positions.
+            output_logits: whether logits are wanted beside the loss. None means yes in evaluation and no in training,
+                where the loss is found chunk by chunk (`models.loss`) and the output has no logits.
             kwargs: passed to the loss (`num_items_in_batch` and others).
 
         Raises:
@@ -226,12 +230,14 @@ class FastWeightForCausalLM(FastWeightPreTrainedModel, GenerationMixin):
             **kwargs,
         )
         hidden_states = outputs.last_hidden_state
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) and logits_to_keep else logits_to_keep
-        logits = self.lm_head(hidden_states if isinstance(kept, int) else hidden_states[:, kept])
-        loss = None
+        logits = loss = None
+        if wants_logits(labels, output_logits, self.training):
+            kept = logits_to_keep
+            kept = slice(-kept, None) if isinstance(kept, int) and kept else kept
+            logits = self.lm_head(hidden_states if isinstance(kept, int) else hidden_states[:, kept])
         if labels is not None:
             labels = without_document_starts(labels, cu_seqlens)
-            loss = self.loss_function(logits, labels, self.vocab_size, **kwargs)
+            loss = loss_of(self, hidden_states, logits, labels, **kwargs)
         output = CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
