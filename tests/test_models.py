@@ -20,7 +20,7 @@ import fastweight as fw
 from fastweight.layers.mixers import MIXERS
 from fastweight.layers.parts import Gate, RMSNorm, no_weight_decay
 from fastweight.models import FastWeightCache, FastWeightConfig, FastWeightForCausalLM, FastWeightModel
-from fastweight.models.model import CACHE_NAME
+from fastweight.models.cache import CACHE_NAME
 
 DTYPE = torch.float64
 VOCAB = 16
@@ -137,7 +137,8 @@ class TestGeneration:
         model, ids = build(mixer), tokens(2, 8)
         expected = greedy(model, ids)
         assert (greedy(model, ids, prefill_chunk_size=3) == expected).all()
-        assert (greedy(model, ids, cache_implementation="static") == expected).all()
+        if mixer in MEMORIES:
+            assert (greedy(model, ids, cache_implementation="static") == expected).all()
         embeddings = model.get_input_embeddings()(ids)
         assert (greedy(model, None, inputs_embeds=embeddings) == expected[:, 8:]).all()
 

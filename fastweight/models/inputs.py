@@ -51,7 +51,7 @@ def document_bounds(
     bounds = one_of("cu_seqlens", cu_seqlens, "cu_seq_lens_q", cu_seq_lens_q)
     if bounds is not None or position_ids is None or position_ids.ndim != 2 or torch.compiler.is_compiling():
         return bounds
-    if attention_mask is not None or (cache is not None and cache.get_seq_length() > 0):
+    if attention_mask is not None or (cache is not None and not cache.is_empty):
         return None
     starts = (position_ids[:, 1:] == 0).nonzero()[:, 1] + 1
     if len(starts) == 0:
