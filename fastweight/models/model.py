@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel, initialization
+from transformers import PreTrainedConfig, PreTrainedModel, initialization
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import logging
@@ -21,15 +21,13 @@ from transformers.utils import logging
 from fastweight.layers.convolution import ShortConvolution
 from fastweight.layers.mixers import mixer_of
 from fastweight.layers.parts import Gate, RMSNorm, SwiGLU
-from fastweight.models.cache import FastWeightCache
+from fastweight.models.cache import CACHE_NAME, FastWeightCache
 from fastweight.models.config import FastWeightConfig
+from fastweight.models.generation import FastWeightGenerationMixin
 from fastweight.models.inputs import document_bounds, one_of, padding_mask, without_document_starts
 from fastweight.models.loss import loss_of, wants_logits
 
 logger = logging.get_logger(__name__)
-
-# The name under which this version of transformers hands out caches.
-CACHE_NAME = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
 
 
 class FastWeightBlock(GradientCheckpointingLayer):
@@ -69,7 +67,7 @@ class FastWeightBlock(GradientCheckpointingLayer):
 
 
 class FastWeightPreTrainedModel(PreTrainedModel):
-    """What the base model and the language model share: names, initialisation, caches for generation."""
+    """What the base model and the language model share: names and initialisation."""
 
     config_class = FastWeightConfig
     base_model_prefix = "model"
@@ -88,15 +86,6 @@ class FastWeightPreTrainedModel(PreTrainedModel):
             initialization.uniform_(module.weight, -(module.width**-0.5), module.width**-0.5)
         else:
             super()._init_weights(module)
-
-    def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
-        """Ours whatever implementation was asked for: it is as small as the model needs."""
-        generation_config.cache_implementation = None
-        if generation_config.use_cache is not False and model_kwargs.get(CACHE_NAME) is None:
-            model_kwargs[CACHE_NAME] = FastWeightCache(self.config)
-        return super()._prepare_cache_for_generation(  # type: ignore[misc] (GenerationMixin comes with the subclass)
-            generation_config, model_kwargs, *args, **kwargs
-        )
 
 
 class FastWeightModel(FastWeightPreTrainedModel):
@@ -164,7 +153,7 @@ class FastWeightModel(FastWeightPreTrainedModel):
         return cache
 
 
-class FastWeightForCausalLM(FastWeightPreTrainedModel, GenerationMixin):
+class FastWeightForCausalLM(FastWeightPreTrainedModel, FastWeightGenerationMixin):
     """The language model: `FastWeightModel` and an output matrix, tied to the embedding unless configured otherwise."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
