@@ -60,6 +60,7 @@ def test_the_commands_are_these() -> None:
         "eval addition",
         "generate",
         "info",
+        "prepare",
         "train addition",
     ]
 

@@ -8,10 +8,10 @@ import sys
 
 from rich.console import Console
 
-from fastweight.cli import addition, machine
+from fastweight.cli import addition, data, machine
 from fastweight.cli.shared import app
 
-__all__ = ["addition", "app", "machine", "main"]
+__all__ = ["addition", "app", "data", "machine", "main"]
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ from rich import box
 from rich.table import Table
 
 from fastweight.evaluation.addition import ModelScores, to_json
-from fastweight.recipes.rundir import write_json
+from fastweight.files import write_json
 
 LEARNED = 0.9  # mean exact match on the training widths from which extrapolation figures mean something
 NOTHING = 0.02  # mean exact match on longer widths below which nothing is solved to speak of

@@ -7,12 +7,12 @@ number of processes or the length of the schedule has changed.
 """
 
 import json
-import os
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from fastweight.files import write_json
 from fastweight.recipes.loader import build_run
 from fastweight.recipes.schema import to_dict
 
@@ -37,16 +37,6 @@ FREE_SETTINGS = (
     "run.engine.workers",
     "run.engine.report",
 )
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write JSON so that a reader sees the old file or the new one, never half of one."""
-    partial = path.with_name(path.name + ".partial")
-    with partial.open("w", encoding="utf-8") as file:
-        json.dump(value, file, indent=2)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
 
 
 def mark_complete(checkpoint: Path) -> None:
