@@ -100,14 +100,3 @@ def test_what_kernels_cannot_do_is_refused(more, reason):
         fw.fast_weight_attention(q, k, v, beta, gate, "falcon-1", backend="triton", **more)
     with pytest.raises(ValueError, match="backend: got 'triton'"):
         fw.fast_weight_attention(q.double(), k.double(), v.double(), beta, gate, "falcon-1", backend="triton")
-
-
-def test_auto_keeps_to_what_a_device_has_checked():
-    from fastweight.kernels import dispatch
-
-    k = torch.zeros(1, 9, 1, 128, dtype=torch.bfloat16)
-    narrow, key, mask = k[..., :64], k[:, 0], torch.ones(1, 9, dtype=torch.bool)
-    assert dispatch.unchecked(k, k, (None, None, None)) is None
-    assert dispatch.unchecked(narrow, narrow, (key, mask, None)) is None
-    assert "checked" in (dispatch.unchecked(k, k, (key, None, None)) or "")
-    assert "checked" in (dispatch.unchecked(narrow.float(), narrow.float(), (None, mask, None)) or "")

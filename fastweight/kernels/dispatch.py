@@ -1,4 +1,4 @@
-"""The one door to the kernels: `supported` says why a call cannot run here, `scan` runs it.
+"""The one door to the kernels: `supported` says why a call cannot run here, `scan` runs it; the same for one token.
 
 Both take what the op has after its checks: q, k, v and gates in the caller's dtypes, a rule (any object with the
 fields of memory.rules.Rule), and the parts of the initial state. Triton is imported when a kernel is called, not
@@ -47,14 +47,41 @@ def supported(
         _rule_reason(rule, log_decay, mask, continues)
         or _tensor_reason(q, k, v, rule)
         or _surroundings_reason(k, v, (key, mask, cu_seqlens))
-        or _gate_reason(v, {"beta": beta, "lam": lam, "log_decay": log_decay, "S": S, "key": key})
+        or _gate_reason(v, rule, {"beta": beta, "lam": lam, "log_decay": log_decay, "S": S, "key": key})
         or _machine_reason(v.device)
     )
 
 
+def step_supported(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor | None,
+    lam: Tensor | None,
+    rule: Any,
+    *,
+    log_decay: Tensor | None = None,
+    parts: tuple[Tensor, ...] = (),
+) -> str | None:
+    """Why `step` cannot run this call, or None if it can; nothing is read from the device. parts: as in `step`."""
+    if rule.read != "plain":
+        return "no kernel for the normalised read"
+    if rule.window > 1 and log_decay is not None:
+        return "no kernel for a window with given log-decays"
+    if rule.window > LONGEST_WINDOW:
+        return f"no kernel for windows above {LONGEST_WINDOW}"
+    if torch.is_grad_enabled() and any(
+        t is not None and t.requires_grad for t in (q, k, v, beta, lam, log_decay, *parts)
+    ):
+        return "the decoding kernel has no gradients"
+    floats = [part for part in parts if part.is_floating_point()]
+    if any(part.dtype != torch.float32 for part in floats):
+        return f"kernels keep states in float32, got {', '.join(str(part.dtype) for part in floats)}"
+    given = {"beta": beta, "lam": lam, "log_decay": log_decay}
+    return _width_reason(q, k, v) or _dtype_reason(v, given) or _machine_reason(v.device)
+
+
 def _rule_reason(rule: Any, log_decay: Tensor | None, mask: Tensor | None, continues: bool) -> str | None:
-    if rule.gain != "scalar":
-        return "no kernel for a gain per value column yet"
     if rule.read != "plain":
         return "no kernel for the normalised read"
     if rule.window == 1:
@@ -69,16 +96,20 @@ def _rule_reason(rule: Any, log_decay: Tensor | None, mask: Tensor | None, conti
 
 
 def _tensor_reason(q: Tensor, k: Tensor, v: Tensor, rule: Any) -> str | None:
-    if v.dtype not in DTYPES or q.dtype != v.dtype or k.dtype != v.dtype:
-        return f"kernels take q, k and v in one of bfloat16, float16 and float32, got {q.dtype}, {k.dtype}, {v.dtype}"
-    if not (0 < k.shape[-1] <= WIDEST and 0 < v.shape[-1] <= WIDEST):
-        return f"kernels take widths from 1 to {WIDEST}, got keys of {k.shape[-1]} and values of {v.shape[-1]}"
     narrow = min(k.shape[-1], v.shape[-1]) < NARROWEST_HALF
     if narrow and v.dtype == torch.float16 and rule.objective == "regression":
         # Gate gradients are summed over pairs from bfloat16 operands, which shows where the rest is this exact.
         return f"gate gradients of narrow float16 regressions miss float16 accuracy (widths below {NARROWEST_HALF})"
     if v.shape[2] > 65535:
         return "kernels take at most 65535 heads"
+    return _width_reason(q, k, v)
+
+
+def _width_reason(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    if v.dtype not in DTYPES or q.dtype != v.dtype or k.dtype != v.dtype:
+        return f"kernels take q, k and v in one of bfloat16, float16 and float32, got {q.dtype}, {k.dtype}, {v.dtype}"
+    if not (0 < k.shape[-1] <= WIDEST and 0 < v.shape[-1] <= WIDEST):
+        return f"kernels take widths from 1 to {WIDEST}, got keys of {k.shape[-1]} and values of {v.shape[-1]}"
     return None
 
 
@@ -91,25 +122,20 @@ def _surroundings_reason(k: Tensor, v: Tensor, around: tuple[Tensor | None, ...]
     return None
 
 
-def unchecked(k: Tensor, v: Tensor, around: tuple[Tensor | None, ...]) -> str | None:
-    """What keeps an automatic choice from the kernels: a kind of call that no device has compared with the recurrence.
-
-    around: carried key, mask, cu_seqlens. With any of them, bfloat16 up to width 64 was compared and nothing else.
-    """
-    narrow = v.dtype == torch.bfloat16 and max(k.shape[-1], v.shape[-1]) <= 64
-    if narrow or all(tensor is None for tensor in around):
-        return None
-    return "with a carried key, a mask or cu_seqlens, only bfloat16 up to width 64 was checked on a device"
+def _gate_reason(v: Tensor, rule: Any, given: dict[str, Tensor | None]) -> str | None:
+    # A beta per head makes all columns equal, whatever the rule: that is the scalar kernels' case.
+    beta = given["beta"]
+    if beta is not None and beta.ndim == 4 and (rule.objective == "regression" or given["log_decay"] is not None):
+        return "no kernel for regression with a gain per value column yet"
+    return _dtype_reason(v, given)
 
 
-def _gate_reason(v: Tensor, given: dict[str, Tensor | None]) -> str | None:
+def _dtype_reason(v: Tensor, given: dict[str, Tensor | None]) -> str | None:
     for name, tensor in given.items():
         if tensor is not None and tensor.dtype not in DTYPES:
             return f"kernels take gates and states of at most float32, got {name} in {tensor.dtype}"
         if tensor is not None and tensor.device != v.device:
             return f"kernels take everything on one device, got {name} on {tensor.device} and v on {v.device}"
-    if given["beta"] is not None and given["beta"].ndim != 3:
-        return "no kernel for a gain per value column yet"
     return None
 
 
@@ -172,6 +198,49 @@ def scan(
         rule.window, regression, save,
     )  # fmt: skip
     return o, state
+
+
+def step(
+    q: Float[Tensor, "B Hk K"],
+    k: Float[Tensor, "B Hk K"],
+    v: Float[Tensor, "B H V"],
+    beta: Float[Tensor, "B H"] | Float[Tensor, "B H V"] | None,
+    lam: Float[Tensor, "B H"] | None,
+    rule: Any,
+    parts: tuple[Tensor, ...],
+    *,
+    log_decay: Float[Tensor, "B H"] | None = None,
+    mask: Bool[Tensor, " B"] | None = None,
+    tickets: Int[Tensor, " B"] | None = None,
+) -> tuple[Float[Tensor, "B H V"], tuple[Tensor, ...]]:
+    """One token of every rule, without gradients: o in v's dtype and the parts of the next state (SPEC section 6).
+
+    Args:
+        parts: S, key, has_key, tail_x, tail_y, tail_count of a State, float32.
+        tickets: None leaves `parts` alone; int32 zeros [B], which come back as zeros, let them be overwritten with the
+            next state (they must be contiguous), for calls that must find it at the same addresses.
+        the rest: as in `scan`, without the token axis; gains per value column are taken too.
+
+    Raises:
+        ValueError: with the reason, if the call is not supported, or if `parts` cannot be overwritten.
+    """
+    reason = step_supported(q, k, v, beta, lam, rule, log_decay=log_decay, parts=parts)
+    if reason is not None:
+        raise ValueError(f"backend: got 'triton', expected a call that the kernels support: {reason}")
+    from fastweight.kernels import launch_decode
+
+    raw = log_decay is not None
+    given = (q, k, v, beta, log_decay if raw else lam, mask, *parts)
+    flags = (
+        float(rule.eps), float(rule.decay_floor), rule.pairing == "next-latent", raw, rule.ridge == "scaled",
+        rule.step == "direct", rule.objective == "regression", rule.timing == "read-before-write",
+    )  # fmt: skip
+    if tickets is None:
+        o, *new = launch_decode.step(*given, *flags)
+        return o, tuple(new)
+    if not all(part.is_contiguous() for part in parts):
+        raise ValueError("parts: got a part that is not contiguous, expected contiguous ones to overwrite")
+    return launch_decode.step_in_place(*given, tickets, *flags), parts
 
 
 def _hide(tensor: Any, hidden: Tensor) -> Any:

@@ -6,7 +6,7 @@ nothing: with unnormalised keys and a direct step, eta |x|^2 must stay below 2 f
 is the caller's business (the layer normalises q and k). Keys come unshifted: the op pairs.
 """
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -151,19 +151,66 @@ def step(
     mask_t: Bool[Tensor, " B"] | None = None,
 ) -> tuple[Float[Tensor, "B H V"], State]:
     """One token of `fast_weight_attention`: o_t and the next State, the old one untouched (SPEC section 6)."""
-    for name, value, axes in (("q_t", q_t, 3), ("k_t", k_t, 3), ("v_t", v_t, 3)):
-        if not isinstance(value, Tensor) or value.ndim != axes:
-            got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-            checks.fail(name, got, "a tensor of 3 axes [batch, heads, width]")
     rule = rule_of(rule)
-    inputs = Inputs(q_t, k_t, v_t, beta_t, lam_t, None).map(lambda t: t[:, None])
-    checks.check_qkv(inputs.q, inputs.k, inputs.v)
-    checks.check_gate("beta_t", inputs.beta, inputs.v, column=rule.gain == "column")
-    checks.check_gate("lam_t", inputs.lam, inputs.v)
+    inputs = _one_token(q_t, k_t, v_t, beta_t, lam_t, rule)
     mask = None if mask_t is None else mask_t[:, None]
     o, new = _attend(inputs, _Call(rule, "recurrent", "auto", None), Around(state, mask, None), True)
     assert new is not None, "the state was asked for"
     return o[:, 0], new
+
+
+def step_in_place(
+    q_t: Float[Tensor, "B Hk K"],
+    k_t: Float[Tensor, "B Hk K"],
+    v_t: Float[Tensor, "B H V"],
+    beta_t: Float[Tensor, "B H"] | Float[Tensor, "B H V"] | None,
+    lam_t: Float[Tensor, "B H"] | None,
+    state: State,
+    rule: str | Rule,
+    *,
+    mask_t: Bool[Tensor, " B"] | None = None,
+    tickets: Int[Tensor, " B"] | None = None,
+) -> Float[Tensor, "B H V"]:
+    """`step` for caches and captured CUDA graphs: `state` becomes the next one, its tensors stay where they are.
+
+    Args:
+        tickets: int32 zeros [B] for the decoding kernel, zeros again afterwards; None makes new ones in every call.
+        the rest: as in `step`.
+
+    Raises:
+        ValueError: as `step`, and when anything asks for gradients: what backward needs would be overwritten.
+    """
+    rule = rule_of(rule)
+    inputs = _one_token(q_t, k_t, v_t, beta_t, lam_t, rule)
+    if not isinstance(state, State):
+        checks.fail("state", type(state).__name__, "a State to overwrite")
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*inputs, *state)):
+        checks.fail("state", "tensors that require gradients", "torch.no_grad(), or step, which overwrites nothing")
+    mask = None if mask_t is None else mask_t[:, None]
+    checks.check_mask(mask, inputs.v)
+    checks.check_state(state, inputs.k, inputs.v, rule, len(inputs.v))
+    dense = all(part.is_contiguous() for part in state)
+    if inputs.v.is_cuda and dense and fused.no_step(inputs, rule, state) is None:
+        tickets = torch.zeros(len(inputs.v), dtype=torch.int32, device=inputs.v.device) if tickets is None else tickets
+        return fused.step(inputs, rule, state, mask, tickets)[0][:, 0]
+    o, new = _attend(inputs, _Call(rule, "recurrent", "auto", None), Around(state, mask, None), True)
+    assert new is not None, "the state was asked for"
+    for old, part in zip(state, new, strict=True):
+        old.copy_(part)
+    return o[:, 0]
+
+
+def _one_token(q_t, k_t, v_t, beta_t, lam_t, rule: Rule) -> Inputs:
+    """What `step` is given, checked, as a call of one token."""
+    for name, value in (("q_t", q_t), ("k_t", k_t), ("v_t", v_t)):
+        if not isinstance(value, Tensor) or value.ndim != 3:
+            got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            checks.fail(name, got, "a tensor of 3 axes [batch, heads, width]")
+    inputs = Inputs(q_t, k_t, v_t, beta_t, lam_t, None).map(lambda t: t[:, None])
+    checks.check_qkv(inputs.q, inputs.k, inputs.v)
+    checks.check_gate("beta_t", inputs.beta, inputs.v, column=rule.gain == "column")
+    checks.check_gate("lam_t", inputs.lam, inputs.v)
+    return inputs
 
 
 def _attend(inputs: Inputs, call: _Call, around: Around, output_final_state: bool) -> tuple[Tensor, State | None]:
@@ -176,11 +223,14 @@ def _attend(inputs: Inputs, call: _Call, around: Around, output_final_state: boo
     checks.check_cu_seqlens(cu_seqlens, v)
     N = len(v) if cu_seqlens is None else len(cu_seqlens) - 1
     checks.check_state(initial_state, inputs.k, v, call.rule, N)
-    kernels = _use_kernels(inputs, call, around)
     dtype = working_dtype(*inputs)
     state = _start(initial_state, call.rule, N, inputs.k, v, dtype)
+    kernels = _use_kernels(inputs, call, around, state)
     with torch.autocast(v.device.type, enabled=False):
-        if kernels:
+        if kernels == "step":
+            o, new = fused.step(inputs, call.rule, state, mask)
+            return o, new if output_final_state else None
+        if kernels == "scan":
             return fused.attend(inputs, call.rule, around, state, output_final_state)
         inputs = inputs.map(lambda t: t.to(dtype))
         if cu_seqlens is None:
@@ -190,20 +240,23 @@ def _attend(inputs: Inputs, call: _Call, around: Around, output_final_state: boo
     return o.to(v.dtype), state if output_final_state else None
 
 
-def _use_kernels(inputs: Inputs, call: _Call, around: Around) -> bool:
-    """Whether the Triton kernels serve this call; a backend that was asked for is obeyed or raises."""
-    device = inputs.v.device.type
-    if call.backend == "torch" or (call.backend == "auto" and (device != "cuda" or inputs.v.shape[1] == 1)):
-        return False
-    if call.form not in ("auto", "chunk") or call.chunk_size is not None:
-        reason = "kernels compute the chunk form, in chunks of their own size"
-    else:
-        reason = fused.no_kernel(inputs, call.rule, around, call.backend == "triton")
-    if call.backend == "triton" and reason is not None:
+def _use_kernels(inputs: Inputs, call: _Call, around: Around, state: State) -> Literal["", "step", "scan"]:
+    """Which Triton kernels serve this call, if any; a backend that was asked for is obeyed or raises."""
+    device, T = inputs.v.device.type, inputs.v.shape[1]
+    if call.backend == "torch" or (call.backend == "auto" and device != "cuda"):
+        return ""
+    reason: str | None = "kernels compute the chunk form, in chunks of their own size, and single tokens"
+    found: Literal["step", "scan"] = "scan"
+    if T == 1 and call.form in ("auto", "recurrent") and around.cu_seqlens is None:
+        found, reason = "step", fused.no_step(inputs, call.rule, state)
+    chosen = call.backend == "triton"
+    if reason and call.form in ("auto", "chunk") and call.chunk_size is None and (T > 1 or chosen):
+        found, reason = "scan", fused.no_kernel(inputs, call.rule, around)
+    if chosen and reason is not None:
         checks.fail("backend", "'triton'", f"'torch' or 'auto' for this call: {reason}")
-    if call.backend == "auto" and not torch.compiler.is_compiling():
+    if not chosen and not torch.compiler.is_compiling():
         fused.tell("torch" if reason else "triton", device, reason or "")
-    return reason is None
+    return "" if reason else found
 
 
 def _start(initial: State | Tensor | None, rule: Rule, N: int, k: Tensor, v: Tensor, dtype: torch.dtype) -> State:

@@ -18,24 +18,18 @@ from fastweight.memory.writes import pair
 _log = logging.getLogger("fastweight")
 
 
-def no_kernel(inputs: Inputs, rule: Rule, around: Around, chosen: bool) -> str | None:
-    """Why the kernels cannot serve this call, or None if they can.
-
-    chosen: whether the user asked for them; otherwise they also stay away from what no device has checked.
-    """
+def no_kernel(inputs: Inputs, rule: Rule, around: Around) -> str | None:
+    """Why the kernels cannot serve this call, or None if they can."""
     from fastweight.kernels import dispatch
 
     q, k, v, beta, lam, log_decay = inputs
     if v.numel() == 0:
         return "there is nothing to compute"
-    reason = dispatch.supported(
+    return dispatch.supported(
         q, k, v, beta, lam, rule,
         log_decay=log_decay, key=around.key, mask=around.mask, cu_seqlens=around.cu_seqlens,
         continues=around.key is not None and rule.window > 1,
     )  # fmt: skip
-    if reason is None and not chosen:
-        reason = dispatch.unchecked(k, v, (around.key, around.mask, around.cu_seqlens))
-    return reason
 
 
 def attend(
@@ -61,6 +55,30 @@ def attend(
     if not output_final_state:
         return o, None
     return o, _boundary(k, v, rule, state, around.mask, around.cu_seqlens)._replace(S=S)
+
+
+def no_step(inputs: Inputs, rule: Rule, state: State) -> str | None:
+    """Why the decoding kernel cannot serve this one token, or None if it can."""
+    from fastweight.kernels import dispatch
+
+    if inputs.v.numel() == 0:
+        return "there is nothing to compute"
+    q, k, v, beta, lam, log_decay = inputs.map(lambda t: t[:, 0])
+    return dispatch.step_supported(q, k, v, beta, lam, rule, log_decay=log_decay, parts=(state.S, *state[2:]))
+
+
+def step(
+    inputs: Inputs, rule: Rule, state: State, mask: Tensor | None, tickets: Tensor | None = None
+) -> tuple[Tensor, State]:
+    """One token: o [B, 1, H, V] in v's dtype, and the next State; with `tickets` (see dispatch.step) `state` itself."""
+    from fastweight.kernels import dispatch
+
+    q, k, v, beta, lam, log_decay = inputs.map(lambda t: t[:, 0])
+    mask = None if mask is None else mask[:, 0]
+    o, parts = dispatch.step(
+        q, k, v, beta, lam, rule, (state.S, *state[2:]), log_decay=log_decay, mask=mask, tickets=tickets
+    )  # fmt: skip
+    return o[:, None], State(parts[0], state.z, *parts[1:])
 
 
 def _boundary(k: Tensor, v: Tensor, rule: Rule, state: State, mask: Tensor | None, cu_seqlens: Tensor | None) -> State:

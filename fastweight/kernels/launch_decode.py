@@ -1,0 +1,109 @@
+"""Host side of the decoding kernel: (tokens, state tensors) -> one launch, into new tensors or into the same.
+
+Two registered operators: `step` leaves what it is given alone, `step_in_place` overwrites the state, so that a captured
+CUDA graph finds it at the same addresses token after token. Both see tensors and plain numbers only.
+
+Traps: a state's parts must be contiguous to be overwritten; rows of q, k and v may lie apart (views into a projection),
+but one row must be dense, or it is copied.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from fastweight.kernels import decode
+from fastweight.kernels.launch import device_of, start
+
+ELEMENTS = 4096  # of a state held by one program
+
+
+class Parts(NamedTuple):
+    """Tensors of a state: fast weights, last key and its flag, and the window's last pairs, oldest first."""
+
+    S: Tensor  # [N, H, K, V]
+    key: Tensor  # [N, Hk, K]
+    has_key: Tensor  # [N] bool
+    tail_x: Tensor  # [N, R-1, Hk, K]
+    tail_y: Tensor  # [N, R-1, H, V]
+    tail_count: Tensor  # [N] int64
+
+    def pointers(self) -> tuple[Tensor, ...]:
+        return self._replace(has_key=self.has_key.view(torch.uint8))
+
+
+@torch.library.custom_op("fastweight::step", mutates_args=())
+def step(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, lam: Tensor | None, mask: Tensor | None,
+    S: Tensor, key: Tensor, has_key: Tensor, tail_x: Tensor, tail_y: Tensor, tail_count: Tensor,
+    eps: float, floor: float, shift: bool, raw: bool, scaled: bool, direct: bool, regression: bool, before: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """o and the parts of the next state."""
+    old = Parts(*(part.contiguous() for part in (S, key, has_key, tail_x, tail_y, tail_count)))
+    new = Parts(*(torch.empty_like(part) for part in old))
+    flags = (eps, floor, shift, raw, scaled, direct, regression, before)
+    o = _launch((q, k, v, beta, lam, mask), old, new, None, flags)
+    return o, new.S, new.key, new.has_key, new.tail_x, new.tail_y, new.tail_count
+
+
+@step.register_fake
+def _(q, k, v, beta, lam, mask, S, key, has_key, tail_x, tail_y, tail_count, *flags):
+    parts = (S, key, has_key, tail_x, tail_y, tail_count)
+    return v.new_empty(v.shape), *(part.new_empty(part.shape) for part in parts)
+
+
+@torch.library.custom_op(
+    "fastweight::step_in_place",
+    mutates_args=("S", "key", "has_key", "tail_x", "tail_y", "tail_count", "tickets"),
+)
+def step_in_place(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, lam: Tensor | None, mask: Tensor | None,
+    S: Tensor, key: Tensor, has_key: Tensor, tail_x: Tensor, tail_y: Tensor, tail_count: Tensor, tickets: Tensor,
+    eps: float, floor: float, shift: bool, raw: bool, scaled: bool, direct: bool, regression: bool, before: bool,
+) -> Tensor:  # fmt: skip
+    """o; the state becomes the next one. tickets: int32 zeros [N], zeros again afterwards."""
+    parts = Parts(S, key, has_key, tail_x, tail_y, tail_count)
+    flags = (eps, floor, shift, raw, scaled, direct, regression, before)
+    return _launch((q, k, v, beta, lam, mask), parts, parts, tickets, flags)
+
+
+@step_in_place.register_fake
+def _(q, k, v, *rest):
+    return v.new_empty(v.shape)
+
+
+def _launch(given: tuple, old: Parts, new: Parts, tickets: Tensor | None, flags: tuple) -> Tensor:
+    q, k, v, beta, lam, mask = given
+    (B, H, V), (KH, K) = v.shape, q.shape[1:]
+    o = torch.empty(B, H, V, dtype=v.dtype, device=v.device)
+    tile = tile_of(K, V)
+    grid = B * H * triton.cdiv(V, tile["BV"])
+    rows = [_dense_rows(tensor) for tensor in (q, k, v)]
+    gates = [None if gate is None else gate.contiguous() for gate in (beta, lam)]
+    unmasked = None if mask is None else mask.contiguous().view(torch.uint8)
+    eps, floor, shift, raw, scaled, direct, regression, before = flags
+    if grid:
+        with device_of(v):
+            start(
+                decode.step, (grid,),
+                *rows, *gates, unmasked, *old.pointers(), o, *new.pointers(), tickets,
+                *(row.stride(0) for row in rows), eps, floor, H=H, KH=KH, K=K, V=V,
+                WINDOW=old.tail_x.shape[1] + 1, SHIFT=int(shift), RAW=raw, SCALED=scaled, DIRECT=direct,
+                COLUMN=beta is not None and beta.ndim == 3, REGRESSION=regression, BEFORE=before, **tile,
+            )  # fmt: skip
+    return o
+
+
+def tile_of(K: int, V: int) -> dict[str, Any]:
+    """All of K, and as many value columns as make one program's share; from widths only."""
+    BK = triton.next_power_of_2(K)
+    BV = min(triton.next_power_of_2(V), max(8, ELEMENTS // BK))
+    return {"BK": BK, "BV": BV, "num_warps": 4}
+
+
+def _dense_rows(tensor: Tensor) -> Tensor:
+    """[B, heads, width] with each row of the batch dense."""
+    heads, width = tensor.shape[1:]
+    dense = (tensor.stride(2) == 1 or width == 1) and (tensor.stride(1) == width or heads == 1)
+    return tensor if dense else tensor.contiguous()
