@@ -82,7 +82,7 @@ def make(test: Case, dtype: torch.dtype, device: str) -> dict[str, torch.Tensor 
     def draw(*shape, like=torch.randn):
         return like(*shape, generator=random)
 
-    beta = draw(B, T, H, like=torch.rand) * test.beta
+    beta = draw(B, T, H, *((V,) if rule.gain == "column" else ()), like=torch.rand) * test.beta
     if test.zero_beta:
         beta[:, ::3] = 0
     gate = draw(B, T, H, like=torch.rand) * test.ridge
@@ -305,6 +305,15 @@ def at(test: Case, *shape: int) -> Case:
 
 
 LARGE = [case("falcon-1"), case("delta", state=True), case("falcon-1a"), case("linear", state=True), case("falcon-3a")]
+SURROUNDED = [
+    case("falcon-1", shape=(2, 150, 1, 2, 64, 64), state=True, key=True, mask=True),
+    case("falcon-1", shape=(1, 150, 1, 2, 64, 64), state=True, key=True, cuts=(0, 1, 1, 70, 150)),
+    case("delta", shape=(1, 150, 1, 2, 64, 64), state=True, mask=True, cuts=(0, 70, 150)),
+    case("falcon-1a", shape=(2, 150, 1, 2, 64, 64), state=True, key=True, mask=True),
+    case("falcon-1a", shape=(1, 150, 1, 2, 64, 64), state=True, key=True, cuts=(0, 1, 1, 70, 150)),
+    case("linear", shape=(1, 150, 1, 2, 64, 64), state=True, mask=True, cuts=(0, 70, 150)),
+    case("falcon-3a", shape=(1, 150, 1, 2, 64, 64), state=True, cuts=(0, 1, 1, 70, 150)),
+]
 WIDTHS = [(64, 64), (128, 128), (128, 64), (16, 24), (80, 48), (256, 256)]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
@@ -328,6 +337,43 @@ class TestOnDevice:
     @pytest.mark.parametrize("test", SMALL, ids=lambda test: f"{test.rule}-{SMALL.index(test)}")
     def test_options(self, test):
         check(at(test, *test.shape[:4], 64, 64), torch.bfloat16, "cuda")
+
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    @pytest.mark.parametrize("width", [64, 128, 256])
+    @pytest.mark.parametrize("test", SURROUNDED, ids=lambda test: f"{test.rule}-{SURROUNDED.index(test)}")
+    def test_surroundings(self, test, width, dtype):
+        check(at(test, *test.shape[:4], width, width), dtype, "cuda")
+
+    @pytest.mark.parametrize("rule", ["falcon-1", "falcon-1a", "falcon-3a"])
+    def test_thousands_of_sequences(self, rule):
+        lengths = torch.randint(0, 41, (5000,), generator=torch.Generator().manual_seed(5))
+        cuts = (0, *lengths.cumsum(0).tolist())
+        key = rule != "falcon-3a"
+        check(case(rule, shape=(1, cuts[-1], 1, 1, 32, 32), cuts=cuts, key=key), torch.float32, "cuda")
+
+    @pytest.mark.parametrize("rule", ["falcon-1", "falcon-1a"])
+    def test_more_elements_than_32_bits_count(self, rule):
+        """Rows far behind element 2^31 equal the same rows alone, bit for bit, gradients too."""
+        B, T, H, D = 1030, 256, 64, 128
+        assert B * T * H * D > 2**31
+        random = torch.Generator("cuda").manual_seed(0)
+        q, k, v, pull = (
+            torch.randn(B, T, H, D, device="cuda", dtype=torch.bfloat16, generator=random) for _ in range(4)
+        )
+        beta, lam = (torch.rand(B, T, H, device="cuda", generator=random) for _ in range(2))
+        every, last = [], []
+        for tensor in (q, k, v, beta, lam):
+            every.append(tensor.requires_grad_())
+            last.append(tensor[-2:].detach().clone().requires_grad_())
+        o, S = dispatch.scan(*every, fw.RULES[rule])
+        o2, S2 = dispatch.scan(*last, fw.RULES[rule])
+        assert torch.equal(o[-2:], o2)
+        assert torch.equal(S[-2:], S2)
+        torch.autograd.backward([o, S], [pull, S.detach()])
+        torch.autograd.backward([o2, S2], [pull[-2:], S2.detach()])
+        for name, whole, part in zip(("q", "k", "v", "beta", "lam"), every, last, strict=True):
+            assert whole.grad is not None
+            assert torch.equal(whole.grad[-2:], part.grad), name
 
     @pytest.mark.parametrize("rule", ["falcon-1", "falcon-1a", "falcon-3a"])
     def test_strong_decay_and_large_gain(self, rule):
