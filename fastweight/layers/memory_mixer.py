@@ -52,10 +52,9 @@ class LayerState(NamedTuple):
 class MemoryOptions(TypedDict, total=False):
     """Keywords that every memory layer takes.
 
-    key_dim, value_dim: widths K and V of one head; None means the layer's own default.
+    key_dim, value_dim: widths K, V of one head; None means hidden_size // num_heads, for V times `expansion`.
     num_key_heads: number Hk of key heads, each read and written by H / Hk value heads; None means the layer's default.
     conv_width: taps of the short convolution on q, k, v, which ends in a silu; 0 leaves both out.
-    output_gate: whether silu(x W) multiplies the normalised read.
     norm_eps: of the norms.
     form, backend, chunk_size: passed to the op.
     """
@@ -64,7 +63,6 @@ class MemoryOptions(TypedDict, total=False):
     value_dim: int | None
     num_key_heads: int | None
     conv_width: int
-    output_gate: bool
     norm_eps: float
     form: str
     backend: str
@@ -75,6 +73,8 @@ class MemoryMixer(nn.Module):
     """Base of the layers that keep a memory; a subclass says what it writes (`attend`) and under which `rule`."""
 
     rule: Rule  # what the state holds and what a token costs; the baselines have one of their own class
+    expansion = 1  # width of all value heads over hidden_size, unless value_dim is given
+    default_key_heads: int | None = None  # None: as many as value heads
     conv_bias = False
 
     def __init__(
@@ -92,10 +92,12 @@ class MemoryMixer(nn.Module):
         chunk_size: int | None = None,
     ):
         super().__init__()
-        num_key_heads = num_heads if num_key_heads is None else num_key_heads
+        if num_key_heads is None:
+            num_key_heads = num_heads if self.default_key_heads is None else self.default_key_heads
         _check_sizes(hidden_size, num_heads, num_key_heads, conv_width)
         self.hidden_size, self.num_heads, self.num_key_heads = hidden_size, num_heads, num_key_heads
-        self.key_dim, self.value_dim = key_dim or hidden_size // num_heads, value_dim or hidden_size // num_heads
+        self.key_dim = key_dim or hidden_size // num_heads
+        self.value_dim = value_dim or self.expansion * hidden_size // num_heads
         self.norm_eps, self.form, self.backend, self.chunk_size = norm_eps, form, backend, chunk_size
         key_width = num_key_heads * self.key_dim
         self.split_sizes = (key_width, key_width, num_heads * self.value_dim)
@@ -103,7 +105,7 @@ class MemoryMixer(nn.Module):
         self.conv = ShortConvolution(sum(self.split_sizes), conv_width, self.conv_bias) if conv_width else None
 
     def add_output(self, output_gate: bool) -> None:
-        """Registers what stands behind the memory: norm, gate and projection."""
+        """Registers what stands behind the memory: norm, gate (silu(x W), if wanted) and projection."""
         value_width = self.num_heads * self.value_dim
         self.o_norm = RMSNorm(self.value_dim, self.norm_eps)
         self.g_proj = nn.Linear(self.hidden_size, value_width, bias=False) if output_gate else None

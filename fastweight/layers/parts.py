@@ -26,10 +26,10 @@ def rms_normalize(x: Float[Tensor, "... d"], eps: float = 1e-6) -> Float[Tensor,
     return F.rms_norm(x, x.shape[-1:], eps=eps).to(x.dtype)
 
 
-def l2_normalize(x: Float[Tensor, "... d"], eps: float = 1e-6) -> Float[Tensor, "... d"]:
-    """x / sqrt(|x|^2 + eps) over the last axis: squared length 1, or 0 for x = 0."""
+def l2_normalize(x: Float[Tensor, "... d"], eps: float = 1e-6, length: float = 1.0) -> Float[Tensor, "... d"]:
+    """length * x / sqrt(|x|^2 + eps) over the last axis, or 0 for x = 0."""
     wide = at_least_float32(x)
-    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + eps)).to(x.dtype)
+    return (wide * (length * torch.rsqrt(wide.square().sum(-1, keepdim=True) + eps))).to(x.dtype)
 
 
 QK_NORMS: dict[str, Callable[..., Tensor]] = {"rms": rms_normalize, "l2": l2_normalize}

@@ -6,10 +6,12 @@ Hugging Face configurations take unknown keywords silently, so a misspelt field 
 """
 
 import math
+from typing import get_args
 
 from transformers import PreTrainedConfig
 
 from fastweight.layers.mixers import mixer_of
+from fastweight.layers.retention import RetentionDecay
 from fastweight.memory.rules import RULES, Rule
 
 
@@ -18,19 +20,22 @@ class FastWeightConfig(PreTrainedConfig):
 
     Fields:
         vocab_size, hidden_size, num_hidden_layers, num_attention_heads: sizes of the model.
-        intermediate_size: width of the SwiGLU MLP; None means 8/3 hidden_size, rounded up to a multiple of 64.
+        intermediate_size: width of the SwiGLU MLP; None means 8/3 hidden_size, rounded up to a multiple of 64, and 0
+            leaves the MLP and its norm out (Mamba-2's own block).
         mixer: name of the mixer (`fastweight.layers.mixers.MIXERS`), or a list with one name per layer.
         window: pairs per step of the sliding rules; None means the rule's own. The other rules ignore it.
         pairing, timing, ridge, step, read, step_eps, decay_floor: fields of `Rule` (`step_eps` is its `eps`).
-        key_dim, value_dim: widths of one head; None means hidden_size // num_attention_heads. The transformer has one
-            width, value_dim.
-        num_key_heads: key heads of the memories, shared by groups of value heads; None means num_attention_heads.
+        key_dim, value_dim: widths of one head; None means hidden_size // num_attention_heads, twice that for the values
+            of retnet and mamba2. The transformer has one width, value_dim; key_dim of mamba2 is its state size.
+        num_key_heads: key heads of the memories, shared by groups of value heads (the groups of mamba2); None means
+            num_attention_heads, and 1 for mamba2.
         qk_norm: "rms" or "l2". feature_map: "identity", "elu+1" or "relu".
-        conv_width: taps of the short convolution; 0 for none.
+        conv_width: taps of the short convolution of every memory; 0 for none.
         lambda_scale: largest lambda (lambda-bar for ridge "scaled"); None: see `FastWeightAttention`.
-        output_gate, value_norm: see `FastWeightAttention`.
+        output_gate, value_norm: of the rules, see `FastWeightAttention`; the baselines are gated as published.
+        retention_decay: decays of retnet, "retnet" or "lightning" (see `Retention`).
         form, backend, chunk_size: how the op computes; passed through.
-        rope_theta: base of the transformer's rotary frequencies.
+        rope_theta: base of the rotary frequencies of transformer and retnet.
         max_position_embeddings: longest sequence that evaluation tools should feed; nothing here depends on it.
         rms_norm_eps: of all norms. initializer_range: standard deviation of the weights at step 0.
         fused_loss: how training finds its loss without all logits at once: "chunked", "liger" (liger-kernel, on a GPU),
@@ -64,6 +69,7 @@ class FastWeightConfig(PreTrainedConfig):
     lambda_scale: float | None = None
     output_gate: bool = True
     value_norm: bool = False
+    retention_decay: str = "retnet"
     form: str = "auto"
     backend: str = "auto"
     chunk_size: int | None = None
@@ -90,6 +96,8 @@ class FastWeightConfig(PreTrainedConfig):
             )
         if self.fused_loss not in ("chunked", "liger", "none"):
             raise ValueError(f"fused_loss: got {self.fused_loss!r}, expected 'chunked', 'liger' or 'none'")
+        if self.retention_decay not in get_args(RetentionDecay):
+            raise ValueError(f"retention_decay: got {self.retention_decay!r}, expected 'retnet' or 'lightning'")
         if self.intermediate_size is None:
             self.intermediate_size = 64 * math.ceil(self.hidden_size * 8 / 3 / 64)
         for name in self.mixers:

@@ -20,7 +20,7 @@ from transformers.utils import logging
 
 from fastweight.layers.convolution import ShortConvolution
 from fastweight.layers.mixers import mixer_of
-from fastweight.layers.parts import Gate, RMSNorm, SwiGLU
+from fastweight.layers.parts import Gate, RMSNorm, SwiGLU, WideParameters
 from fastweight.models.cache import CACHE_NAME, FastWeightCache
 from fastweight.models.config import FastWeightConfig
 from fastweight.models.generation import FastWeightGenerationMixin
@@ -31,16 +31,18 @@ logger = logging.get_logger(__name__)
 
 
 class FastWeightBlock(GradientCheckpointingLayer):
-    """x + mixer(norm(x)), then x + mlp(norm(x))."""
+    """x + mixer(norm(x)), then x + mlp(norm(x)) unless intermediate_size is 0."""
 
     def __init__(self, config: FastWeightConfig, layer_idx: int):
         super().__init__()
         self.layer_idx = layer_idx
         self.mixer_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mixer = mixer_of(config.mixers[layer_idx]).build(config)
-        self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mixer = mixer_of(config.mixers[layer_idx]).build(config, layer_idx)
         assert config.intermediate_size is not None, "the configuration fills it in"
-        self.mlp = SwiGLU(config.hidden_size, config.intermediate_size)
+        self.mlp = None
+        if config.intermediate_size:
+            self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+            self.mlp = SwiGLU(config.hidden_size, config.intermediate_size)
 
     def forward(
         self,
@@ -63,7 +65,7 @@ class FastWeightBlock(GradientCheckpointingLayer):
         if memory is not None:
             memory.store(state, hidden_states.shape[1])
         hidden_states = hidden_states + mixed
-        return hidden_states + self.mlp(self.mlp_norm(hidden_states))
+        return hidden_states if self.mlp is None else hidden_states + self.mlp(self.mlp_norm(hidden_states))
 
 
 class FastWeightPreTrainedModel(PreTrainedModel):
@@ -81,9 +83,13 @@ class FastWeightPreTrainedModel(PreTrainedModel):
         """Normal weights, unit norms, and the starting points that gates and convolutions ask for."""
         if isinstance(module, Gate):
             initialization.normal_(module.weight, std=self.config.initializer_range)
-            initialization.copy_(module.bias, module.initial_bias())
+        if isinstance(module, WideParameters):
+            for name, value in module.starting_points().items():
+                initialization.copy_(getattr(module, name), value)
         elif isinstance(module, ShortConvolution):
             initialization.uniform_(module.weight, -(module.width**-0.5), module.width**-0.5)
+            if module.bias is not None:
+                initialization.zeros_(module.bias)
         else:
             super()._init_weights(module)
 
