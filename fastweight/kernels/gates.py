@@ -6,7 +6,7 @@ E is the mean feature energy of the window's B pairs (section 3 of the paper; at
 beta is eta and lam is the natural log-decay: the delta rules and linear attention.
 
 Traps: a row without a pair has eta = 0 and no decay. Where the gradient of eta is found as (R . dY) / eta, a zero eta
-of a row that does write is TINY instead. A small alpha needs log1p, which is a series here.
+of a row that does write is TINY instead.
 """
 
 # pyright: basic, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
@@ -29,14 +29,6 @@ def load_head(pointer, first, i, h, H, keep, other):
         return tl.where(keep, other, 0.0)
     else:
         return tl.load(pointer + first * H + h + i * H, mask=keep, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def log1p_negative(alpha):
-    """log(1 - alpha): a series where 1 - alpha would lose the digits of a small alpha."""
-    series = alpha * (1 / 5 + alpha * (1 / 6 + alpha * (1 / 7 + alpha * (1 / 8))))
-    series = -alpha * (1 + alpha * (1 / 2 + alpha * (1 / 3 + alpha * (1 / 4 + series))))
-    return tl.where(alpha < 0.1, series, tl.log(tl.maximum(1 - alpha, 1e-30)))
 
 
 @triton.jit
@@ -65,8 +57,8 @@ def step_sizes(energy, beta, lam, pair, eps, floor, SCALED: tl.constexpr, DIRECT
 
 @triton.jit
 def step_log_decay(alpha, carry, floor):
-    """log2 of the carry."""
-    return tl.where(alpha < 1 - floor, log1p_negative(alpha), tl.log(carry)) * LOG2E
+    """log2 of the carry; what 1 - alpha lost of a small alpha to rounding is added back."""
+    return tl.log2(carry) + ((1 - carry) - tl.minimum(alpha, 1 - floor)) * LOG2E
 
 
 @triton.jit

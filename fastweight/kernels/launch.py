@@ -163,7 +163,7 @@ def chain(maps: Tensor, local: Tensor, outside: Tensor | None, reverse: bool) ->
     for s in order:
         found[s] = state.float()
         held = state.double()
-        held = maps[:, s] * held if maps.shape[-1] == 1 else maps[:, s].double() @ held
+        held = maps[:, s] * held if maps.shape[-2] == 1 else maps[:, s].double() @ held
         state = held + local[:, s]
     return torch.stack([found[s] for s in range(local.shape[1])], dim=1).flatten(0, 1)
 

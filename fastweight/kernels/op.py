@@ -1,7 +1,7 @@
 """The scan as two registered operators, forward and backward, with shapes for tracing and an autograd rule.
 
 Operators see tensors and plain numbers only, so torch.compile keeps a call whole and CUDA graphs can capture it. One
-pair serves both classes: `regression` says which, and what a class does not keep is empty.
+pair serves all classes: `regression` and the axes of beta say which, and what a class does not keep is empty.
 
 Saved for the backward pass, per token and value head, besides the inputs: 8 bytes of step and log-decay, V elements of
 residual and 64 of inverse (regression only), and K V / 64 of chunk states (K V / (65 - R) with a window of R).
@@ -12,7 +12,7 @@ Traps: an operator may not return None or one of its inputs, so what is not want
 import torch
 from torch import Tensor
 
-from fastweight.kernels import launch, launch_additive, launch_solve
+from fastweight.kernels import launch, launch_additive, launch_columns, launch_solve
 
 
 @torch.library.custom_op("fastweight::scan_forward", mutates_args=())
@@ -22,16 +22,24 @@ def scan_forward(
     eps: float, floor: float, shift: bool, raw: bool, scaled: bool, direct: bool, decayed: bool, before: bool,
     window: int, regression: bool, save: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """o, final S, and what the backward pass keeps: steps, log-decays, chunk states, inverse, residual."""
+    """o, final S, and what the backward pass keeps: steps (energies, with a gain per column), log-decays, chunk states,
+    inverse, residual."""
     plan = launch.Plan(eps, floor, shift, raw, scaled, direct, decayed, before, window)
     given = (q, k, v, beta, lam, state0, key0, has_key, mask, cu_seqlens, save)
     with launch.device_of(v):
         if regression:
             o, state1, step, decay, inverse, residual, states = launch_solve.forward(plan, *given)
+            return o, state1, step, decay, states, inverse, residual
+        if _by_column(beta):
+            o, state1, step, states = launch_columns.forward(plan, *given)
+            decay = step.new_empty(0)
         else:
             o, state1, step, decay, states = launch_additive.forward(plan, *given)
-            inverse, residual = v.new_empty(0), v.new_empty(0)
-    return o, state1, step, decay, states, inverse, residual
+    return o, state1, step, decay, states, v.new_empty(0), v.new_empty(0)
+
+
+def _by_column(beta: Tensor | None) -> bool:
+    return beta is not None and beta.ndim == 4
 
 
 @scan_forward.register_fake
@@ -43,11 +51,12 @@ def _(q, k, v, beta, lam, state0, key0, has_key, mask, cu_seqlens, *flags):
     stride = 65 - window
     slots = B * ((T + stride - 1) // stride) if cu_seqlens is None else T // stride + N
     wide = torch.float32
+    column = _by_column(beta)
     return (
         torch.empty_like(v, memory_format=torch.contiguous_format),
         v.new_empty(N, H, K, V, dtype=wide),
-        v.new_empty(H, B * T, dtype=wide),
-        v.new_empty(H, B * T, dtype=wide),
+        v.new_empty(H, 0 if column and not save else B * T, dtype=wide),
+        v.new_empty(0, dtype=wide) if column else v.new_empty(H, B * T, dtype=wide),
         v.new_empty(slots if save else 0, H, K, V),
         v.new_empty(slots, H, 64, 64) if regression else v.new_empty(0),
         v.new_empty(B * T if save else 0, H, V) if regression else v.new_empty(0),
@@ -68,6 +77,8 @@ def scan_backward(
     with launch.device_of(v):
         if regression:
             return launch_solve.backward(plan, *given, (step, decay, inverse, residual, states), want_state)
+        if _by_column(beta):
+            return launch_columns.backward(plan, *given, (step, states), want_state)
         return launch_additive.backward(plan, *given, (step, decay, states), want_state)
 
 

@@ -1,0 +1,122 @@
+"""Host side of the inner-product class with a gain per value column: allocates, launches columns.py and its gradient.
+
+Saved for the backward pass, per token and value head: 4 bytes of key energy, and K V / 64 elements of chunk states.
+"""
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from fastweight.kernels import columns, columns_gradient
+from fastweight.kernels.geometry import Geometry
+from fastweight.kernels.launch import (
+    Gradients,
+    Inputs,
+    Tile,
+    Walk,
+    chain,
+    precision,
+    reverse_in_pieces,
+    serial_tile,
+    start,
+    tables,
+    wide,
+)
+
+
+def draw_paths(plan: Any, v: Tensor, flip: bool) -> Tensor:
+    """The 0/1 matrices that sum log-decays (columns.py), or transposed, which sum gradients; drawn on the device."""
+    narrow = torch.bfloat16 if flip else torch.float16
+    paths = torch.empty(8, 64, 64, dtype=torch.float32 if v.dtype == torch.float32 else narrow, device=v.device)
+    start(columns.draw_paths, (8,), paths, BEFORE=plan.before, FLIP=flip)
+    return paths
+
+
+def settings(plan: Any, given: Inputs) -> dict[str, Any]:
+    """What all three kernels take by name."""
+    flags = {"SHIFT": int(plan.shift), "SCALED": plan.scaled, "DIRECT": plan.direct, "DOT": precision(given.v.dtype)}
+    return {**flags, **given.widths, "V": given.v.shape[3]}
+
+
+def token_tile(K: int, V: int, dtype: torch.dtype) -> Tile:
+    """All of K at once, so that every gradient is written once."""
+    return Tile(wide(K), 32 if dtype == torch.float32 else 64, 8, 1)
+
+
+def forward(plan, q, k, v, beta, lam, state0, key0, has_key, mask, cu_seqlens, save):
+    """o, final S, key energies and chunk states."""
+    given = Inputs.of(plan, q, k, v, beta, lam, key0, has_key, mask)
+    (B, T, H, V), K, dtype = v.shape, q.shape[3], v.dtype
+    where = Geometry.of(B, T, cu_seqlens)
+    o = torch.empty_like(given.v)
+    state1 = torch.empty(where.sequences, H, K, V, dtype=torch.float32, device=v.device)
+    states = v.new_empty(where.slots if save else 0, H, K, V)
+    energies = state1.new_empty(H, where.tokens if save else 0)
+    tile = serial_tile(K, V, dtype)
+    grid = where.sequences * H * triton.cdiv(V, tile.BV)
+    walk = Walk.of(where, grid)
+    paths = draw_paths(plan, v, flip=False)
+
+    def run(state0: Tensor | None, state1: Tensor, save: bool, spans: Tensor | None = None) -> None:
+        start(
+            columns.forward, (grid * walk.segments,),
+            *given, paths,
+            None if state0 is None else state0.contiguous(), o, energies, states, state1, spans,
+            *walk.arguments, float(plan.eps), float(plan.floor), BEFORE=plan.before, SAVE=save,
+            **settings(plan, given), **tile._asdict(),
+        )  # fmt: skip
+
+    if walk.segments > 1:
+        local = state1.new_empty(where.sequences * walk.segments, H, K, V)
+        spans = state1.new_empty(where.sequences * walk.segments, H, 1, V)
+        run(None, local, False, spans)
+        run(chain(_decays(walk, spans), walk.pieces(local), state0, reverse=False), local, save)
+        state1 = walk.pieces(local)[:, -1].contiguous()
+    elif grid:
+        run(state0, state1, save)
+    return o, state1, energies, states
+
+
+def _decays(walk: Walk, spans: Tensor) -> Tensor:
+    """What each segment leaves of a state, [N, segments, H, 1, V]."""
+    return torch.exp2(walk.pieces(spans).double())
+
+
+def backward(plan, d_o, d_state1, q, k, v, beta, lam, key0, has_key, mask, cu_seqlens, saved, want_state):
+    """Gradients of q, k, v, beta, lam, the initial S and the initial key."""
+    energies, states = saved
+    given = Inputs.of(plan, q, k, v, beta, lam, key0, has_key, mask)
+    (B, T, H, V), K, dtype = v.shape, q.shape[3], v.dtype
+    where = Geometry.of(B, T, cu_seqlens)
+    d_o = d_o.contiguous()
+    out = Gradients(given, where, want_state)
+    tile = serial_tile(K, V, dtype)
+    grid = where.sequences * H * triton.cdiv(V, tile.BV)
+    walk = Walk.of(where, grid)
+    steps = float(plan.eps), float(plan.floor)
+    paths = draw_paths(plan, v, flip=False)
+
+    def reverse(d_end: Tensor | None, d_start: Tensor | None, spans: Tensor | None = None) -> None:
+        start(
+            columns.backward_state, (grid * walk.segments,),
+            given.q, d_o, given.beta, given.lam, *given[6:], paths, energies,
+            None if d_end is None else d_end.contiguous(), out.states, d_start, spans,
+            *walk.arguments, *steps, **settings(plan, given), **tile._asdict(),
+        )  # fmt: skip
+
+    if walk.segments > 1:
+        spans = out.nothing.new_empty(where.sequences * walk.segments, H, 1, V)
+        reverse(None, None, spans)
+        reverse_in_pieces(reverse, walk, _decays(walk, spans), d_state1, out)
+    elif grid:
+        reverse(d_state1, out.state0)
+    if where.slots and H:
+        start(
+            columns_gradient.backward_token, (where.slots, H),
+            given.q, given.k, given.v, d_o, given.beta, given.lam, *given[5:], paths, draw_paths(plan, v, flip=True),
+            states, out.states, out.q, out.k, out.v, out.beta, out.lam, out.key0, *tables(where)[:5], *steps,
+            BEFORE=plan.before, **settings(plan, given), **token_tile(K, V, dtype)._asdict(),
+        )  # fmt: skip
+    return out.result()

@@ -1,0 +1,103 @@
+"""The kernels with a gain per value column, judged as in test_kernels.py: interpreted, or on a CUDA device."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from test_kernels import DTYPES, INTERPRETED, WIDTHS, at, case, check, gpu, interpreted, kernel, make, outcome
+
+COLUMNS = [
+    case("falcon-2a", shape=(2, 70, 1, 2, 24, 20), state=True, key=True),
+    case("falcon-2a", {"timing": "read-before-write"}, shape=(1, 90, 1, 1, 16, 16), cuts=(0, 1, 1, 70, 90), key=True),
+    case("falcon-2a", {"ridge": "scaled"}, shape=(1, 70, 1, 2, 16, 16), state=True, key=True, mask=True),
+    case("falcon-2a", {"step": "direct", "pairing": "same-step"}, shape=(1, 70, 1, 1, 16, 40), mask=True),
+    case("falcon-2a", ridge=1e6, shape=(1, 70, 1, 1, 16, 16)),
+    case("falcon-2a", {"step": "direct", "ridge": "scaled", "timing": "read-before-write"}, zero_beta=True, ridge=0.1),
+]
+
+
+@interpreted
+@pytest.mark.parametrize("test", COLUMNS, ids=lambda test: str(COLUMNS.index(test)))
+def test_interpreted_columns_equal_the_recurrence(test):
+    check(test, torch.float32, "cpu")
+
+
+def decays_or_vanishes(test, dtype, device):
+    """Inputs whose carries are 0.6 or, in other columns of the same token, the floor: no carry is near its clamp."""
+    inputs = make(test, dtype, device)
+    inputs["gate"] = torch.full_like(inputs["gate"], 4.0)
+    inputs["beta"] = torch.where(inputs["beta"] < 0.75, 0.5, 1.5)
+    return inputs
+
+
+LOWEST = case("falcon-2a", {"decay_floor": 1e-30, "ridge": "scaled"}, shape=(1, 70, 1, 1, 16, 16), state=True)
+
+
+@interpreted
+def test_interpreted_floor_far_below_the_range_of_a_product(monkeypatch):
+    monkeypatch.setattr("test_kernels.make", decays_or_vanishes)
+    check(LOWEST, torch.float32, "cpu")
+
+
+PIECES = case("falcon-2a", {"timing": "read-before-write"}, shape=(1, 140, 1, 1, 16, 16), state=True, key=True)
+
+
+@interpreted
+def test_interpreted_columns_in_pieces(monkeypatch):
+    from fastweight.kernels import launch
+
+    monkeypatch.setattr(launch.Walk, "of", lambda where, programs: launch.Walk(where, 3, -(-where.chunks // 3)))
+    check(PIECES, torch.float32, "cpu")
+
+
+@interpreted
+def test_one_beta_for_all_columns_is_the_scalar_rule():
+    """The same numbers, bit for bit: a beta per head goes to the kernels of the scalar rule."""
+    test = case("falcon-2a", shape=(1, 40, 1, 1, 16, 16))
+    inputs = make(test, torch.float32, "cpu")
+    inputs["beta"] = inputs["beta"][..., 0].contiguous()
+    around, pull = (None, None, None), (torch.ones(1, 40, 1, 16), torch.ones(1, 1, 16, 16))
+    expected = outcome(kernel, case("falcon-1a", shape=test.shape), inputs, around, pull)
+    for name, value in outcome(kernel, test, inputs, around, pull).items():
+        assert torch.equal(value, expected[name]), name
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is that process")
+@pytest.mark.slow
+def test_kernels_interpreted():
+    """Runs the tests above under the interpreter."""
+    pytest.importorskip("triton")
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", __file__, "-k", "not Device"]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
+    assert run.stdout.count(".") >= len(COLUMNS) + 3, run.stdout[-500:]
+
+
+class TestOnDevice:
+    pytestmark = gpu
+
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    @pytest.mark.parametrize("widths", WIDTHS, ids=str)
+    def test_widths_and_dtypes(self, widths, dtype):
+        check(case("falcon-2a", shape=(2, 200, 1, 2, *widths), state=True, key=True), dtype, "cuda")
+
+    @pytest.mark.parametrize("T", [1, 63, 64, 65, 128])
+    def test_lengths(self, T):
+        check(case("falcon-2a", shape=(1, T, 2, 2, 64, 64)), torch.bfloat16, "cuda")
+
+    @pytest.mark.parametrize("width", [64, 128])
+    @pytest.mark.parametrize("test", COLUMNS, ids=lambda test: str(COLUMNS.index(test)))
+    def test_options(self, test, width):
+        check(at(test, *test.shape[:4], width, width), torch.bfloat16, "cuda")
+
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    def test_floor_far_below_the_range_of_a_product(self, monkeypatch, dtype):
+        monkeypatch.setattr("test_kernels.make", decays_or_vanishes)
+        check(at(LOWEST, 1, 140, 1, 1, 64, 64), dtype, "cuda")
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+    def test_columns_in_pieces(self, dtype):
+        check(at(PIECES, 1, 2200, 1, 1, 128, 128), dtype, "cuda")
