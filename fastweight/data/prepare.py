@@ -115,8 +115,9 @@ def prepare(
         begun = {"request": request}
         write_json(out / PROGRESS, begun)
     run = _Run(out, sources, loaded, options, begun, request)
-    run.go(workers, progress)
-    return run.finish()
+    with closing(run):
+        run.go(workers, progress)
+        return run.finish()
 
 
 class _Run:
@@ -185,6 +186,10 @@ class _Run:
         write_json(self.out / META, meta)
         (self.out / PROGRESS).unlink(missing_ok=True)
         return meta
+
+    def close(self) -> None:
+        for writer in self.writers.values():
+            writer.close()
 
     def _batches(self) -> Iterator[Batch]:
         first, done = self.cursor["source"], 0
