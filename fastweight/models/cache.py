@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from fastweight.layers.attention import LayerState
+from fastweight.layers.memory_mixer import LayerState
 from fastweight.layers.mixers import mixer_of
 from fastweight.memory.state import State
 
