@@ -1,4 +1,4 @@
-"""Costs against what torch itself counts and holds: FlopCounterMode over matrix products, caches of real models.
+"""Costs against what torch itself counts and holds, and the sizes of the named recipes.
 
 The judge of the memory's FLOP is the recurrence of one token written as matrix products here; that of attention is
 torch's own count for one query over cached keys. Traps: FlopCounterMode sees matrix products only, and the recurrent
@@ -8,13 +8,17 @@ through the plain (MATH) kernel.
 
 import pytest
 import torch
+import yaml
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from fastweight import cli
 from fastweight.layers.memory_mixer import MemoryMixer
 from fastweight.layers.mixers import MIXERS
 from fastweight.models import FastWeightCache, FastWeightConfig, FastWeightForCausalLM
-from fastweight.models.cost import flops_per_token, num_parameters, state_bytes
+from fastweight.models.cost import flops_per_token, meta_model, num_parameters, state_bytes
+from fastweight.recipes import load_recipe
+from fastweight.training.model import config_of as config_of_run
 
 SIZES = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 HYBRID = ["falcon-2", "transformer"]
@@ -91,3 +95,59 @@ def test_parameters_with_and_without_embeddings(tied):
     model = FastWeightForCausalLM(config)
     assert num_parameters(model) == sum({p.data_ptr(): p.numel() for p in model.parameters()}.values())
     assert num_parameters(model) - num_parameters(model, embeddings=False) == 40 * 16 * (1 if tied else 2)
+
+
+PAPER_SIZES = [
+    "transformer",
+    "retnet",
+    "mamba2",
+    "deltanet",
+    "gated-deltanet",
+    *("falcon-1.3", "falcon-1a.1", "falcon-1a.2", "falcon-1a.3", "falcon-3a.3"),  # scored by the paper
+    *("falcon-2.3", "falcon-2a.3", "falcon-3.3"),  # defined by the paper
+]
+
+
+@pytest.mark.parametrize("name", PAPER_SIZES)
+def test_named_recipes_have_the_papers_size_and_setting(name):
+    run = load_recipe(name)
+    config = config_of_run(run)
+    assert 123.5e6 <= num_parameters(meta_model(config)) <= 130e6
+    assert (config.vocab_size, config.tie_word_embeddings) == (50_257, True)
+    assert config.mixer == name.rpartition(".")[0] or config.mixer == name
+    task, optimizer, training = run.task, run.optimizer, run.training
+    assert (task.sequence_length, training.batch_size, training.steps, training.precision) == (
+        1024,
+        480,
+        100_000,
+        "bf16",
+    )
+    assert (optimizer.learning_rate, optimizer.warmup_steps, optimizer.betas) == (1e-3, 2000, (0.9, 0.95))
+    assert (optimizer.weight_decay, optimizer.clip, optimizer.base_width) == (0.1, 1.0, 768)
+
+
+def test_info_tells_the_cost_and_every_setting(capsys, monkeypatch):
+    monkeypatch.setattr(
+        "sys.argv", ["fastweight", "info", "transformer", "--set", "model.hidden_size=96", "--mixer", "falcon-1a.2"]
+    )
+    cli.app(standalone_mode=False)
+    printed = capsys.readouterr().out
+    config = config_of_run(load_recipe("transformer", ["model.hidden_size=96", "model.mixer=falcon-1a.2"]))
+    model = meta_model(config)
+    assert f"{num_parameters(model):,}, {num_parameters(model, embeddings=False):,} without embeddings" in printed
+    assert f"{state_bytes(config, 1024):,} bytes a sequence after 1,024 tokens, however many tokens" in printed
+    assert f"{flops_per_token(config, 1024):.4g} FLOP per token in sequences of 1,024" in printed
+    settings = yaml.safe_load(printed.partition("\n\n")[2])
+    assert settings["model"]["mixer"] == "falcon-1a"
+    assert all(settings["model"][name] == getattr(config, name) for name in settings["model"])
+    assert len(settings["model"]) > 30
+    assert settings["training"]["steps"] == 100_000
+
+
+def test_info_of_a_growing_state_and_of_no_recipe(capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["fastweight", "info", "addition-tiny", "--mixer", "transformer"])
+    cli.app(standalone_mode=False)
+    assert "18,432 bytes a sequence after 12 tokens, 1,536 more for each token" in capsys.readouterr().out
+    monkeypatch.setattr("sys.argv", ["fastweight", "info", "--mixer", "transformer"])
+    with pytest.raises(ValueError, match="info: got --mixer or --set without a recipe"):
+        cli.app(standalone_mode=False)
