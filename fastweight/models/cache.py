@@ -143,7 +143,9 @@ def _overwrite(old: Tensor | None, new: Tensor) -> Tensor:
     if torch.is_grad_enabled():
         return new
     fits = old is not None and (old.shape, old.dtype, old.device) == (new.shape, new.dtype, new.device)
-    if old is None or not fits or (old.is_inference() and not torch.is_inference_mode_enabled()):
+    if old is None or not fits:
+        return new.clone()
+    if not torch.compiler.is_compiling() and old.is_inference() and not torch.is_inference_mode_enabled():
         return new.clone()
     return old.copy_(new)
 

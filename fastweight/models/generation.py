@@ -1,7 +1,8 @@
 """What transformers' `generate` asks of a model that carries fast weights: its cache, and how it decodes on a GPU.
 
 Traps: transformers 5.24 renamed `past_key_values` to `cache`, so both names come in. A class counts as one that can
-generate when the name of a base class says GenerationMixin.
+generate when the name of a base class says GenerationMixin; ours must come first, before the `get_compiled_call` of
+PreTrainedModel.
 """
 
 from typing import Any

@@ -159,7 +159,7 @@ class FastWeightModel(FastWeightPreTrainedModel):
         return cache
 
 
-class FastWeightForCausalLM(FastWeightPreTrainedModel, FastWeightGenerationMixin):
+class FastWeightForCausalLM(FastWeightGenerationMixin, FastWeightPreTrainedModel):
     """The language model: `FastWeightModel` and an output matrix, tied to the embedding unless configured otherwise."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
