@@ -216,8 +216,11 @@ def test_reasons_name_what_is_missing(monkeypatch):
 class TestOnDevice:
     pytestmark = gpu
 
-    @pytest.mark.parametrize("in_place", [False, True], ids=["new state", "in place"])
-    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+    @pytest.mark.parametrize(
+        ("dtype", "in_place"),
+        [(torch.bfloat16, False), (torch.bfloat16, True), (torch.float16, True), (torch.float32, True)],
+        ids=str,
+    )
     @pytest.mark.parametrize("name", RULES)
     def test_steps_equal_the_recurrence(self, name, dtype, in_place):
         check(name, dtype, "cuda", in_place, shape=(40, 9, 8, 16, 128, 128))

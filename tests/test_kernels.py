@@ -231,6 +231,31 @@ def test_operators_obey_the_library_rules():
 
 
 @interpreted
+def test_backward_returns_one_gradient_per_input_and_no_second_one(monkeypatch):
+    """Of every input that has one and None for the others, whichever are given; through the dispatcher and without."""
+    from fastweight.kernels import op
+
+    for rule, given in (("falcon-1", "qkvbgSK"), ("falcon-1a", "qkvb"), ("falcon-3a", "qkvg")):
+        test = case(rule, shape=(2, 3, 1, 1, 4, 4), state="S" in given, key="K" in given)
+        inputs, around = make(test, torch.float32, "cpu"), surroundings(test, "cpu")
+        named = dict(zip(inputs, "qkvbgSK", strict=True))
+        leaves = {n: None if t is None or named[n] not in given else t for n, t in inputs.items()}
+        pull = torch.ones(2, 3, 1, 4), torch.ones(2, 1, 4, 4)
+        direct = outcome(kernel, test, leaves, around, pull)
+        with monkeypatch.context() as patch:
+            patch.setattr(op, "nobody_listens", lambda: False)
+            dispatched = outcome(kernel, test, leaves, around, pull)
+        assert len(direct) == 2 + len(given)
+        for name, value in direct.items():
+            assert torch.equal(value, dispatched[name]), name
+    q = torch.randn(1, 3, 1, 4, requires_grad=True)
+    o, _ = dispatch.scan(q, q, q, None, None, fw.RULES["falcon-1"])
+    (d_q,) = torch.autograd.grad(o.square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="twice"):
+        d_q.sum().backward()
+
+
+@interpreted
 def test_masked_tokens_may_hold_anything():
     for name in ("falcon-1", "falcon-1a"):
         test = case(name, {"pairing": "same-step"}, shape=(1, 20, 1, 1, 16, 16), mask=True)

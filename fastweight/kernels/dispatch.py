@@ -180,7 +180,7 @@ def scan(
     )  # fmt: skip
     if reason is not None:
         raise ValueError(f"backend: got 'triton', expected a call that the kernels support: {reason}")
-    from fastweight.kernels.op import scan_forward
+    from fastweight.kernels import op
 
     shift = rule.pairing == "next-latent"
     carried = key is not None and has_key is not None and shift
@@ -191,13 +191,12 @@ def scan(
     regression = rule.objective == "regression"
     if mask is not None:
         k, v, beta, gates = (_hide(tensor, ~mask) for tensor in (k, v, beta, gates))
-    o, state, *_ = scan_forward(
+    return op.scan(
         q, k, v, beta, gates, S, key if carried else None, has_key if carried else None, mask, cu_seqlens,
         float(rule.eps), float(rule.decay_floor), shift, log_decay is not None, rule.ridge == "scaled",
         rule.step == "direct", regression and log_decay is not None, rule.timing == "read-before-write",
         rule.window, regression, save,
     )  # fmt: skip
-    return o, state
 
 
 def step(
@@ -236,11 +235,11 @@ def step(
         rule.step == "direct", rule.objective == "regression", rule.timing == "read-before-write",
     )  # fmt: skip
     if tickets is None:
-        o, *new = launch_decode.step(*given, *flags)
+        o, *new = launch_decode.move(*given, *flags)
         return o, tuple(new)
     if not all(part.is_contiguous() for part in parts):
         raise ValueError("parts: got a part that is not contiguous, expected contiguous ones to overwrite")
-    return launch_decode.step_in_place(*given, tickets, *flags), parts
+    return launch_decode.move_in_place(*given, tickets, *flags), parts
 
 
 def _hide(tensor: Any, hidden: Tensor) -> Any:

@@ -1,7 +1,8 @@
 """Host side of the decoding kernel: (tokens, state tensors) -> one launch, into new tensors or into the same.
 
 Two registered operators: `step` leaves what it is given alone, `step_in_place` overwrites the state, so that a captured
-CUDA graph finds it at the same addresses token after token. Both see tensors and plain numbers only.
+CUDA graph finds it at the same addresses token after token. Both see tensors and plain numbers only. `move` and
+`move_in_place` call them, or in eager mode the same functions without the dispatcher.
 
 Traps: a state's parts must be contiguous to be overwritten; rows of q, k and v may lie apart (views into a projection),
 but one row must be dense, or it is copied.
@@ -14,6 +15,7 @@ import triton
 from torch import Tensor
 
 from fastweight.kernels import decode
+from fastweight.kernels.eager import nobody_listens
 from fastweight.kernels.launch import device_of, start
 
 ELEMENTS = 4096  # of a state held by one program
@@ -33,8 +35,7 @@ class Parts(NamedTuple):
         return self._replace(has_key=self.has_key.view(torch.uint8))
 
 
-@torch.library.custom_op("fastweight::step", mutates_args=())
-def step(
+def _step(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, lam: Tensor | None, mask: Tensor | None,
     S: Tensor, key: Tensor, has_key: Tensor, tail_x: Tensor, tail_y: Tensor, tail_count: Tensor,
     eps: float, floor: float, shift: bool, raw: bool, scaled: bool, direct: bool, regression: bool, before: bool,
@@ -47,17 +48,16 @@ def step(
     return o, new.S, new.key, new.has_key, new.tail_x, new.tail_y, new.tail_count
 
 
+step = torch.library.custom_op("fastweight::step", _step, mutates_args=())
+
+
 @step.register_fake
 def _(q, k, v, beta, lam, mask, S, key, has_key, tail_x, tail_y, tail_count, *flags):
     parts = (S, key, has_key, tail_x, tail_y, tail_count)
     return v.new_empty(v.shape), *(part.new_empty(part.shape) for part in parts)
 
 
-@torch.library.custom_op(
-    "fastweight::step_in_place",
-    mutates_args=("S", "key", "has_key", "tail_x", "tail_y", "tail_count", "tickets"),
-)
-def step_in_place(
+def _step_in_place(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, lam: Tensor | None, mask: Tensor | None,
     S: Tensor, key: Tensor, has_key: Tensor, tail_x: Tensor, tail_y: Tensor, tail_count: Tensor, tickets: Tensor,
     eps: float, floor: float, shift: bool, raw: bool, scaled: bool, direct: bool, regression: bool, before: bool,
@@ -68,9 +68,30 @@ def step_in_place(
     return _launch((q, k, v, beta, lam, mask), parts, parts, tickets, flags)
 
 
+step_in_place = torch.library.custom_op(
+    "fastweight::step_in_place",
+    _step_in_place,
+    mutates_args=("S", "key", "has_key", "tail_x", "tail_y", "tail_count", "tickets"),
+)
+
+
 @step_in_place.register_fake
 def _(q, k, v, *rest):
     return v.new_empty(v.shape)
+
+
+def move(*given) -> tuple[Tensor, ...]:
+    """o and the parts of the next state; takes what `step` takes."""
+    return _step(*given) if nobody_listens() else step(*given)
+
+
+def move_in_place(*given) -> Tensor:
+    """o, with the state overwritten; takes what `step_in_place` takes."""
+    if not nobody_listens():
+        return step_in_place(*given)
+    # What an earlier call saved for its backward must not be changed unnoticed.
+    torch.autograd.graph.increment_version([part for part in given[6:12] if not part.is_inference()])
+    return _step_in_place(*given)
 
 
 def _launch(given: tuple, old: Parts, new: Parts, tickets: Tensor | None, flags: tuple) -> Tensor:

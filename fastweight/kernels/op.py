@@ -1,7 +1,8 @@
 """The scan as two registered operators, forward and backward, with shapes for tracing and an autograd rule.
 
 Operators see tensors and plain numbers only, so torch.compile keeps a call whole and CUDA graphs can capture it. One
-pair serves all classes: `regression` and the axes of beta say which, and what a class does not keep is empty.
+pair serves all classes: `regression` and the axes of beta say which, and what a class does not keep is empty. `scan`
+calls the operator, or in eager mode the same functions without the dispatcher, which costs more than a small scan.
 
 Saved for the backward pass, per token and value head, besides the inputs: 8 bytes of step and log-decay, V elements of
 residual and 64 of inverse (regression only), and K V / 64 of chunk states (K V / (65 - R) with a window of R).
@@ -9,14 +10,17 @@ residual and 64 of inverse (regression only), and K V / 64 of chunk states (K V 
 Traps: an operator may not return None or one of its inputs, so what is not wanted comes back empty, and states are new.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from fastweight.kernels import launch, launch_additive, launch_columns, launch_solve
+from fastweight.kernels.eager import nobody_listens
 
 
-@torch.library.custom_op("fastweight::scan_forward", mutates_args=())
-def scan_forward(
+def _forward(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, lam: Tensor | None, state0: Tensor | None,
     key0: Tensor | None, has_key: Tensor | None, mask: Tensor | None, cu_seqlens: Tensor | None,
     eps: float, floor: float, shift: bool, raw: bool, scaled: bool, direct: bool, decayed: bool, before: bool,
@@ -36,6 +40,9 @@ def scan_forward(
         else:
             o, state1, step, decay, states = launch_additive.forward(plan, *given)
     return o, state1, step, decay, states, v.new_empty(0), v.new_empty(0)
+
+
+scan_forward = torch.library.custom_op("fastweight::scan_forward", _forward, mutates_args=())
 
 
 def _by_column(beta: Tensor | None) -> bool:
@@ -63,8 +70,7 @@ def _(q, k, v, beta, lam, state0, key0, has_key, mask, cu_seqlens, *flags):
     )
 
 
-@torch.library.custom_op("fastweight::scan_backward", mutates_args=())
-def scan_backward(
+def _backward(
     d_o: Tensor, d_state1: Tensor | None, q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, lam: Tensor | None,
     key0: Tensor | None, has_key: Tensor | None, mask: Tensor | None, cu_seqlens: Tensor | None,
     step: Tensor, decay: Tensor, states: Tensor, inverse: Tensor, residual: Tensor,
@@ -80,6 +86,9 @@ def scan_backward(
         if _by_column(beta):
             return launch_columns.backward(plan, *given, (step, states), want_state)
         return launch_additive.backward(plan, *given, (step, decay, states), want_state)
+
+
+scan_backward = torch.library.custom_op("fastweight::scan_backward", _backward, mutates_args=())
 
 
 @scan_backward.register_fake
@@ -108,7 +117,8 @@ def _gradients(ctx, d_o, d_state1, *_unused):
     q, k, v, beta, lam, key0, *rest = ctx.saved_tensors
     if d_o is None:
         d_o = torch.zeros_like(v)
-    d_q, d_k, d_v, d_beta, d_lam, d_state0, d_key0 = scan_backward(
+    backward: Any = _backward if nobody_listens() else scan_backward
+    d_q, d_k, d_v, d_beta, d_lam, d_state0, d_key0 = backward(
         d_o, d_state1, q, k, v, beta, lam, key0, *rest, *ctx.flags, ctx.has_state
     )
     return (
@@ -124,3 +134,19 @@ def _gradients(ctx, d_o, d_state1, *_unused):
 
 
 scan_forward.register_autograd(_gradients, setup_context=_keep)
+
+
+class _Eager(torch.autograd.Function):
+    """What `scan_forward` and its autograd rule do, without the dispatcher."""
+
+    forward = staticmethod(_forward)
+    setup_context = staticmethod(_keep)
+    backward = staticmethod(once_differentiable(_gradients))  # pyright: ignore[reportAssignmentType]
+
+
+def scan(*given) -> tuple[Tensor, Tensor]:
+    """o and the final S, differentiable once; takes what `scan_forward` takes."""
+    if not nobody_listens():
+        return scan_forward(*given)[:2]
+    o, state, *_ = _Eager.apply(*given) if given[-1] else _forward(*given)
+    return o, state
