@@ -2,20 +2,30 @@
 
 Everything is tiny and in float64. `grads` makes one scalar of outputs with fixed weights, so that gradients of inputs
 and parameters are compared wherever values are. The layer's judge writes out convolution, norms and gates token by
-token and leaves the memory to the longhand of the op.
+token and leaves the memory to the longhand of the op. What holds for every memory layer is in test_mixers.py.
 """
 
 import math
-from itertools import pairwise
 
 import pytest
 import torch
 from conftest import assert_close
 from longhand import longhand
+from modules import (
+    DTYPE,
+    check_all,
+    convolution_longhand,
+    grads,
+    output_longhand,
+    parts,
+    qkv_longhand,
+    random,
+    seeded,
+)
 from torch import nn
 
 import fastweight as fw
-from fastweight.layers.attention import FastWeightAttention, LayerState
+from fastweight.layers.attention import FastWeightAttention
 from fastweight.layers.convolution import ShortConvolution
 from fastweight.layers.mixers import MIXERS, mixer_of
 from fastweight.layers.parts import (
@@ -31,42 +41,14 @@ from fastweight.layers.parts import (
 )
 from fastweight.layers.softmax import SoftmaxAttention, visibility
 
-DTYPE = torch.float64
 RULES = sorted(fw.RULES)
 OPTIONS = [("scaled", "normalized", "rms"), ("absolute", "normalized", "l2"), ("scaled", "direct", "l2")]
-
-
-def random(*shape, seed=0):
-    return torch.randn(*shape, dtype=DTYPE, generator=torch.Generator().manual_seed(seed))
-
-
-def seeded(module: nn.Module, seed: int = 0) -> nn.Module:
-    """The module in float64, matrices drawn anew, vectors moved off their starting points (no gate is symmetric)."""
-    generator = torch.Generator().manual_seed(seed)
-    module = module.to(DTYPE)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            noise = 0.4 * torch.randn(parameter.shape, dtype=DTYPE, generator=generator)
-            parameter.copy_(noise if parameter.ndim > 1 else parameter + noise)
-    return module
 
 
 def layer_for(name, ridge="scaled", step="normalized", qk_norm="rms", **options) -> FastWeightAttention:
     rule = fw.RULES[name].replace(ridge=ridge, step=step)
     options = {"num_key_heads": 1, "key_dim": 4, "value_dim": 3} | options
     return seeded(FastWeightAttention(6, 2, rule=rule, qk_norm=qk_norm, **options))
-
-
-def grads(outputs, sources):
-    """Gradients of one scalar made of all outputs with fixed weights."""
-    total = sum((o * random(*o.shape, seed=9 + i)).sum() for i, o in enumerate(outputs))
-    return torch.autograd.grad(total, sources, allow_unused=True, materialize_grads=True)
-
-
-def check_all(actual, expected, what, kind="forward"):
-    assert len(actual) == len(expected)
-    for i, (one, other) in enumerate(zip(actual, expected, strict=True)):
-        assert_close(one, other, DTYPE, kind, f"{what} {i}")
 
 
 class TestParts:
@@ -154,21 +136,6 @@ class TestGate:
         }
 
 
-def convolution_longhand(x, weight, mask, bounds, cache):
-    """y [B, T, D] (only real tokens are filled) and the last W-1 inputs of every document, in plain loops."""
-    gap = weight.shape[1] - 1
-    rows = [(b, 0, x.shape[1]) for b in range(len(x))] if bounds is None else [(0, *p) for p in pairwise(bounds)]
-    y, caches = torch.zeros_like(x), []
-    for n, (b, start, end) in enumerate(rows):
-        seen = [torch.zeros_like(x[0, 0]) if cache is None else cache[n, i] for i in range(gap)]
-        for t in range(start, end):
-            if mask is None or mask[b, t]:
-                seen.append(x[b, t])
-                y[b, t] = sum(weight[:, gap - j] * seen[-1 - j] for j in range(gap + 1))
-        caches.append(torch.stack(seen[len(seen) - gap :]) if gap else x.new_zeros(0, x.shape[-1]))
-    return y, torch.stack(caches)
-
-
 class TestShortConvolution:
     @pytest.mark.parametrize("width", [1, 2, 4])
     @pytest.mark.parametrize("bounds", [None, [0, 3, 3, 4, 9], [0, 9]])
@@ -209,14 +176,9 @@ class TestShortConvolution:
 
 def layer_longhand(layer: FastWeightAttention, x, mask=None):
     """The layer on one batch, from a fresh start, with its parameters but none of its code."""
-    B, T, _ = x.shape
-    K, V, H, Hk = layer.key_dim, layer.value_dim, layer.num_heads, layer.num_key_heads
+    (B, T, _), K, V, H = x.shape, layer.key_dim, layer.value_dim, layer.num_heads
     mask = torch.ones(B, T, dtype=torch.bool) if mask is None else mask
-    qkv = x @ layer.qkv_proj.weight.T
-    qkv, _ = convolution_longhand(qkv, layer.conv.weight, mask, None, None)
-    qkv = qkv * torch.sigmoid(qkv)
-    q, k = qkv[..., : Hk * K].reshape(B, T, Hk, K), qkv[..., Hk * K : 2 * Hk * K].reshape(B, T, Hk, K)
-    v = qkv[..., 2 * Hk * K :].reshape(B, T, H, V)
+    q, k, v = qkv_longhand(layer, x, mask)
     size = K if layer.qk_norm == "rms" else 1
     q, k = (u / (u.square().sum(-1, keepdim=True) / size + 1e-6).sqrt() for u in (q, k))
     eta_max = 2 / (size + layer.lambda_scale * (size if layer.rule.ridge == "scaled" else 1))
@@ -224,10 +186,7 @@ def layer_longhand(layer: FastWeightAttention, x, mask=None):
     step = step * (2 if layer.rule.step == "normalized" else eta_max)
     step = step.reshape(B, T, H, V) if layer.rule.gain == "column" else step
     lam = layer.lambda_scale * torch.sigmoid(x @ layer.lam_gate.weight.T + layer.lam_gate.bias)
-    o = longhand(q, k, v, step, lam, layer.rule, mask=mask).o
-    o = o / (o.square().mean(-1, keepdim=True) + 1e-6).sqrt() * layer.o_norm.weight
-    gate = x @ layer.g_proj.weight.T
-    return (o.reshape(B, T, H * V) * gate * torch.sigmoid(gate)) @ layer.o_proj.weight.T
+    return output_longhand(layer, longhand(q, k, v, step, lam, layer.rule, mask=mask).o, x)
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -242,60 +201,6 @@ class TestFastWeightAttention:
         sources = [x, *layer.parameters()]
         check_all(grads([y], sources), grads([expected], sources), "gradient", "gradient")
 
-    def test_masked_tokens_are_as_if_removed(self, name):
-        layer, x = layer_for(name), random(2, 8, 6).requires_grad_()
-        mask = torch.tensor([[0, 0, 1, 1, 0, 1, 1, 1], [1, 0, 0, 0, 1, 1, 0, 0]], dtype=torch.bool)
-        y, state = layer(x, mask, output_state=True)
-        alone = [layer(x[b : b + 1, mask[b]], output_state=True) for b in range(2)]
-        check_all([y[b, mask[b]] for b in range(2)], [o[0] for o, _ in alone], "output")
-        check_all(parts(state), [torch.cat(p) for p in zip(*(parts(s) for _, s in alone), strict=True)], "state")
-        outputs = [y[b, mask[b]] for b in range(2)] + [state.memory.S[0], state.memory.S[1]]
-        expected = [o[0] for o, _ in alone] + [s.memory.S[0] for _, s in alone]
-        sources = [x, *layer.parameters()]
-        check_all(grads(outputs, sources), grads(expected, sources), "gradient", "gradient")
-
-    @pytest.mark.parametrize("cuts", [[1], [4], [7], [2, 3, 6], list(range(1, 9))])
-    def test_cut_anywhere_equals_whole(self, name, cuts):
-        layer, x = layer_for(name), random(2, 9, 6).requires_grad_()
-        mask = random(2, 9, seed=6) > -0.7
-        whole, last = layer(x, mask, output_state=True)
-        pieces, state = [], None
-        for start, end in pairwise([0, *cuts, 9]):
-            o, state = layer(x[:, start:end], mask[:, :end], state=state, output_state=True)
-            pieces.append(o)
-        y = torch.cat(pieces, dim=1) * mask[..., None]
-        whole = whole * mask[..., None]
-        check_all([y, *parts(state)], [whole, *parts(last)], "output and state")
-        sources = [x, *layer.parameters()]
-        ends = (state.memory.S, last.memory.S)
-        check_all(grads([y, ends[0]], sources), grads([whole, ends[1]], sources), "gradient", "gradient")
-
-    def test_packed_equals_separate(self, name):
-        layer, bounds = layer_for(name), [0, 4, 4, 5, 11]
-        x = random(1, 11, 6).requires_grad_()
-        _, start = layer(random(4, 5, 6, seed=7), output_state=True)
-        start = start.detach()
-        y, state = layer(x, cu_seqlens=torch.tensor(bounds), state=start, output_state=True)
-        alone = [
-            layer(x[:, a:b], state=start.index_select(torch.tensor([n])), output_state=True)
-            for n, (a, b) in enumerate(pairwise(bounds))
-        ]
-        expected = [torch.cat([o for o, _ in alone], dim=1)]
-        states = [torch.cat(p) for p in zip(*(parts(s) for _, s in alone), strict=True)]
-        check_all([y, *parts(state)], expected + states, "output and state")
-        sources = [x, *layer.parameters()]
-        last = torch.cat([s.memory.S for _, s in alone])
-        check_all(grads([y, state.memory.S], sources), grads([*expected, last], sources), "gradient", "gradient")
-
-    def test_packed_with_a_mask_equals_separate_without_the_masked(self, name):
-        layer, bounds, x = layer_for(name), [0, 4, 9], random(1, 9, 6)
-        mask = torch.tensor([[0, 1, 1, 0, 1, 0, 1, 1, 0]], dtype=torch.bool)
-        y, state = layer(x, mask, torch.tensor(bounds), output_state=True)
-        for n, (a, b) in enumerate(pairwise(bounds)):
-            o, alone = layer(x[:, a:b][:, mask[0, a:b]], output_state=True)
-            own = parts(state.index_select(torch.tensor([n])))
-            check_all([y[:, a:b][:, mask[0, a:b]], *own], [o, *parts(alone)], f"document {n}")
-
     def test_shared_keys_equal_repeated_keys(self, name):
         shared, full = layer_for(name, num_key_heads=1), layer_for(name, num_key_heads=2)
         index = torch.cat([torch.arange(0, 4).repeat(2), torch.arange(4, 8).repeat(2), torch.arange(8, 14)])
@@ -308,34 +213,6 @@ class TestFastWeightAttention:
         )
         x = random(2, 6, 6)
         check_all([shared(x)[0]], [full(x)[0]], "output")
-
-    def test_state_has_a_fixed_size_and_survives_a_file(self, name):
-        layer = layer_for(name)
-        _, short = layer(random(2, 3, 6), output_state=True)
-        _, long = layer(random(2, 40, 6), output_state=True)
-        assert [p.shape for p in parts(short)] == [p.shape for p in parts(long)]
-        again = LayerState.from_tensors(long.tensors("layer."), "layer.")
-        check_all(parts(again), parts(long), "part")
-        assert not any(p.requires_grad for p in parts(long.detach()))
-        assert layer(random(1, 3, 6))[1] is None
-
-    def test_half_precision_keeps_a_float32_memory(self, name):
-        layer = FastWeightAttention(8, 2, rule=name).bfloat16()
-        x = random(2, 9, 8).bfloat16()
-        y, state = layer(x, output_state=True)
-        y.float().sum().backward()
-        assert (y.dtype, state.conv.dtype, state.memory.S.dtype) == (torch.bfloat16, torch.bfloat16, torch.float32)
-        assert all(torch.isfinite(p.grad).all() for p in layer.parameters())
-
-    def test_zero_hidden_states_are_harmless(self, name):
-        layer, x = layer_for(name), torch.zeros(1, 5, 6, dtype=DTYPE, requires_grad=True)
-        y, _ = layer(x)
-        assert (y == 0).all()
-        assert all(torch.isfinite(g).all() for g in grads([y], [x, *layer.parameters()]))
-
-
-def parts(state: LayerState) -> list[torch.Tensor]:
-    return [state.conv, *state.memory]
 
 
 @pytest.mark.parametrize("name", RULES)
