@@ -237,6 +237,8 @@ def mamba2(groups):
         use_bias=False, layer_norm_epsilon=1e-6, num_hidden_layers=1,
     )  # fmt: skip
     theirs = randomized(Mamba2Mixer(config, 0))
+    if groups > 1 and not hasattr(theirs.norm, "group_size"):
+        pytest.skip("this version of transformers normalises all groups together, unlike the published code")
     ours = StateSpaceMixer(12, H, key_dim=N, num_key_heads=groups)
     I, G = H * V, groups * N
     z, x, B, C, dt = torch.arange(2 * I + 2 * G + H).split([I, I, G, G, H])
