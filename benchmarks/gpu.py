@@ -1,179 +1,127 @@
-"""Times the GPU kernels beside their peers: `python -m benchmarks.gpu` prints a table and writes JSON.
+"""Times the GPU kernels beside their peers: `python -m benchmarks.gpu` prints tables and writes them with a picture.
 
-Every op passes a gate first: values and all gradients against the float64 recurrence, in the same dtype and at the same
-widths. An op that fails is listed as wrong and not timed. Times are medians of CUDA events after warm-up, for the whole
-op from (q, k, v, beta, lam) to o; "train" is forward and backward through autograd. The floor is the larger of bytes
-over the copy rate and operations over the matrix rate, both measured in the same run.
+Every case runs in a process of its own (benchmarks.gpu_worker). All of them import and compile side by side; then they
+measure one at a time, in two rounds, the second in reverse order. A row is values and all gradients against the float64
+recurrence first, then medians of CUDA events over the whole op, from (q, k, v, beta, gate) to o, without gradients and
+through autograd. The floor is the larger of bytes over the copy rate and operations over the matrix rate, both measured
+in the same run.
 
-Traps: peers are optional (flash_qla, fla) and run at scale 1 with the same gates; FLA must be imported with
-FLA_DISABLE_BACKEND_DISPATCH=1 or it hands its call to FlashQLA, and its first call at a shape tunes for minutes.
+Traps: a case that does not answer within its time box is killed and listed as such; cases that tune for minutes are
+stopped while others measure, and go on afterwards until the deadline. Results are on disk after every row.
 """
 
 import argparse
-import importlib
+import contextlib
 import json
 import os
 import platform
+import queue
+import signal
 import subprocess
-from collections.abc import Callable
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("FLA_DISABLE_BACKEND_DISPATCH", "1")
-
 import torch
-from torch import Tensor
 
-import fastweight as fw
-from fastweight.kernels import dispatch
-from fastweight.memory.attention import DELTA_RULE, LINEAR_ATTENTION
+from benchmarks import gpu_report
+from benchmarks.gpu_cases import CASES, SHAPES
+from benchmarks.gpu_worker import DECODE, milliseconds
 
-SHAPES = [(64, 1024, 6, 128), (16, 4096, 16, 128), (1, 32768, 16, 128), (64, 1024, 12, 64)]  # B T H D
-RULES: dict[str, Any] = {
-    "falcon-1": fw.RULES["falcon-1"],
-    "gated delta rule": DELTA_RULE,
-    "falcon-1a": fw.RULES["falcon-1a"],
-    "linear attention": LINEAR_ATTENTION,
-    "falcon-3a": fw.RULES["falcon-3a"],
-}
-ALLOWED = 1.2e-2  # relative RMS error in bfloat16
-REGRESSION = {"falcon-1", "gated delta rule"}
+BOX = 25.0  # seconds one measurement may take
+ROUNDS = 2
+WORKER = (sys.executable, "-m", "benchmarks.gpu_worker")
 
 
-def inputs(name: str, shape: tuple[int, int, int, int], seed: int = 0) -> dict[str, Any]:
-    """Random bfloat16 tokens with unit keys, float32 gates, all requiring gradients."""
-    B, T, H, D = shape
-    random = torch.Generator("cuda").manual_seed(seed)
+class Child:
+    """A worker and what it says."""
 
-    def draw(*size: int) -> Tensor:
-        return torch.randn(*size, generator=random, device="cuda")
+    def __init__(self, label: str, numbers: list[int], cache: str) -> None:
+        self.label, self.numbers, self.slow = label, numbers, label != DECODE and CASES[label].slow
+        self.said = queue.Queue[dict[str, Any]]()
+        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (lives as long as the child)
+        self.process = subprocess.Popen(
+            [*WORKER, label, *map(str, numbers)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log,
+            text=True, bufsize=1, env=os.environ | {"TRITON_CACHE_DIR": cache},
+        )  # fmt: skip
+        self.listener = threading.Thread(target=self._listen, daemon=True)
+        self.listener.start()
 
-    def unit(x: Tensor) -> Tensor:
-        return torch.nn.functional.normalize(x, dim=-1).bfloat16()
+    def _listen(self) -> None:
+        for line in self.process.stdout or ():
+            if line.startswith("@"):
+                self.said.put(json.loads(line[1:]))
+        self.said.put({"kind": "end"})
 
-    given: dict[str, Any] = {"q": unit(draw(B, T, H, D)), "k": unit(draw(B, T, H, D))}
-    given["v"] = draw(B, T, H, D).bfloat16()
-    given["beta"] = None if name == "linear attention" else torch.sigmoid(draw(B, T, H))
-    own = name in ("gated delta rule", "linear attention")
-    given["gate"] = torch.nn.functional.logsigmoid(draw(B, T, H)) / 16 if own else 0.1 * torch.sigmoid(draw(B, T, H))
-    return {key: None if value is None else value.requires_grad_() for key, value in given.items()}
+    def hold(self, stopped: bool) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGSTOP if stopped else signal.SIGCONT)
 
+    def go(self) -> None:
+        if self.process.stdin is not None and self.process.poll() is None:
+            self.process.stdin.write("go\n")
+            self.process.stdin.flush()
 
-def ours(name: str, given: dict) -> Tensor:
-    own = name in ("gated delta rule", "linear attention")
-    gates = {"lam": None if own else given["gate"], "log_decay": given["gate"] if own else None}
-    q, k, v, beta = (given[key] for key in ("q", "k", "v", "beta"))
-    return dispatch.scan(q, k, v, beta, gates["lam"], RULES[name], log_decay=gates["log_decay"])[0]
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.listener.join()
+        for pipe in (self.process.stdin, self.process.stdout, self.log):
+            if pipe is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
 
-
-def recurrence(name: str, given: dict) -> Tensor:
-    q, k, v, beta, gate = given.values()
-    how: dict[str, Any] = {"form": "recurrent", "backend": "torch"}
-    if name == "gated delta rule":
-        return fw.delta_rule(q, k, v, beta, gate, **how)[0]
-    if name == "linear attention":
-        return fw.linear_attention(q, k, v, gate, **how)[0]
-    return fw.fast_weight_attention(q, k, v, beta, gate, RULES[name], **how)[0]
-
-
-def errors(name: str, run: Callable[[dict], Tensor], width: int) -> dict[str, float]:
-    """Relative RMS error of o and every gradient of `run` against the float64 recurrence at (2, 140, 2, width)."""
-    given = inputs(name, (2, 140, 2, width), seed=1)
-    wide: dict[str, Any] = {n: None if t is None else t.detach().double().requires_grad_() for n, t in given.items()}
-    o, exact = run(given), recurrence(name, wide)
-    pull = torch.randn(o.shape, device="cuda", generator=torch.Generator("cuda").manual_seed(2)).to(o.dtype)
-    o.backward(pull)
-    exact.backward(pull.double())
-    pairs = {"o": (o.detach(), exact.detach())} | {n: (t.grad, wide[n].grad) for n, t in given.items() if t is not None}
-    return {n: float((a.double() - b.double()).norm() / b.double().norm()) for n, (a, b) in pairs.items()}
-
-
-def median(run: Callable[[], Any], milliseconds: int = 100) -> float:
-    from triton.testing import do_bench
-
-    middle: Any = do_bench(run, warmup=25, rep=milliseconds, return_mode="median")
-    return float(middle)
-
-
-def timed(run: Callable[[dict], Tensor], given: dict) -> dict[str, float]:
-    """Milliseconds of a forward without gradients and of forward + backward, and the peak bytes of the latter."""
-    leaves = [t for t in given.values() if t is not None]
-    pull = torch.randn_like(given["v"])
-
-    def forward() -> None:
-        with torch.no_grad():
-            run(given)
-
-    def train() -> None:
-        for leaf in leaves:
-            leaf.grad = None
-        run(given).backward(pull)
-
-    forward_ms, train_ms = median(forward), median(train)
-    for leaf in leaves:
-        leaf.grad = None
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    train()
-    peak = torch.cuda.max_memory_allocated() - before
-    return {"forward_ms": forward_ms, "train_ms": train_ms, "train_peak_mib": peak / 2**20}
+    def until(self, kind: str, report: "Report", end: float) -> dict[str, Any]:
+        """What it says of that kind; everything else on the way goes into the report. Killed when it is too late."""
+        while True:
+            try:
+                said = self.said.get(timeout=max(0.0, end - time.monotonic()))
+            except queue.Empty:
+                self.process.kill()
+                return {"failed": "out of time"}
+            if said["kind"] == "end":
+                self.log.seek(0)
+                return {"failed": self.log.read().strip()[-300:] or "the process ended"}
+            report.take(said)
+            if said.pop("kind") == kind:
+                return said
 
 
-def peers() -> dict[str, tuple[str, Callable[[dict], Tensor]]]:
-    """Other libraries that are installed: label -> (the op of ours it matches, how to call it)."""
-    found: dict[str, tuple[str, Callable[[dict], Tensor]]] = {}
+class Report:
+    """Everything that was found, written to disk after every row."""
 
-    def attention(given: dict) -> Tensor:
-        q, k, v = (given[key].transpose(1, 2) for key in ("q", "k", "v"))
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.began = folder, time.monotonic()
+        self.found: dict[str, Any] = {"machine": machine(), "rows": [], "decode": [], "first_call_s": {}}
 
-    found["SDPA causal"] = ("gated delta rule", attention)
-    try:
-        flash_qla = importlib.import_module("flash_qla")
+    def take(self, said: dict[str, Any]) -> None:
+        if said["kind"] == "first":
+            self.found["first_call_s"][said["label"]] = said["seconds"]
+        elif said["kind"] == "decode":
+            self.found["decode"].append({key: value for key, value in said.items() if key != "kind"})
+            self.tell(gpu_report.decode_line(said))
 
-        def flash(given: dict) -> Tensor:
-            return flash_qla.chunk_gated_delta_rule(*_delta(given), scale=1.0)[0]
+    def row(self, label: str, number: int, said: dict[str, Any]) -> None:
+        """A row of a case at a shape, joined with that of the round before."""
+        shape = list(SHAPES[number])
+        said = {key: value for key, value in said.items() if key not in ("label", "shape", "kind")}
+        for row in self.found["rows"]:
+            if (row["op"], row["shape"]) == (label, shape):
+                gpu_report.join(row, said)
+                break
+        else:
+            row = {"op": label, "shape": shape} | said
+            self.found["rows"].append(row)
+        self.tell(gpu_report.line(row, self.found.get("ceilings")))
 
-        found["FlashQLA gated delta rule"] = ("gated delta rule", flash)
-    except ImportError:
-        pass
-    try:
-        fla_ops = importlib.import_module("fla.ops.gated_delta_rule")
-
-        def fla(given: dict) -> Tensor:
-            return fla_ops.chunk_gated_delta_rule(*_delta(given), scale=1.0)[0]
-
-        found["FLA gated delta rule"] = ("gated delta rule", fla)
-    except ImportError:
-        pass
-    return found
-
-
-def _delta(given: dict) -> tuple[Tensor, ...]:
-    return given["q"], given["k"], given["v"], given["gate"], given["beta"]
-
-
-def ceilings() -> dict[str, float]:
-    """Measured rates: device copy in bytes a second (read and written), bfloat16 products in operations a second."""
-    a = torch.randn(2**30, device="cuda").bfloat16()
-    b = torch.empty_like(a)
-    copy = 2 * a.nbytes / (median(lambda: b.copy_(a)) * 1e-3)
-    x, y = (torch.randn(8192, 8192, device="cuda").bfloat16() for _ in range(2))
-    return {"copy_bytes_per_s": copy, "bf16_flop_per_s": 2 * 8192**3 / (median(lambda: x @ y) * 1e-3)}
-
-
-def floor(name: str, shape: tuple[int, int, int, int], rates: dict[str, float]) -> tuple[float, float]:
-    """Milliseconds below which no forward and no forward + backward can go: inputs read and outputs written once."""
-    B, T, H, D = shape
-    rows = B * T * H
-    forward_bytes, train_bytes = rows * (8 * D + 8), rows * (8 * D + 8 + 14 * D + 24)
-    chunk = 64
-    extra = 2 if name in REGRESSION else 0  # products of the solve
-    forward_flop = rows * (2 * 2 * D * D + 2 * 2 * chunk * D) + extra * rows * 2 * (D * D + chunk * D) / 2
-    bounds = []
-    for size, work in ((forward_bytes, forward_flop), (train_bytes, 3.5 * forward_flop)):
-        bounds.append(1e3 * max(size / rates["copy_bytes_per_s"], work / rates["bf16_flop_per_s"]))
-    return bounds[0], bounds[1]
+    def tell(self, text: str) -> None:
+        print(f"{time.monotonic() - self.began:6.1f} s  {text}", flush=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / "gpu.json").write_text(json.dumps(self.found, indent=1) + "\n")
 
 
 def machine() -> dict[str, str]:
@@ -185,70 +133,102 @@ def machine() -> dict[str, str]:
         "torch": torch.__version__,
         "triton": triton.__version__,
         "python": platform.python_version(),
-        "commit": commit or os.environ.get("COMMIT", "unknown"),
+        "commit": os.environ.get("COMMIT") or commit or "unknown",
+        "command": "python -m benchmarks.gpu " + " ".join(sys.argv[1:]),
     }
 
 
-def rows_of(shape: tuple[int, int, int, int], rates: dict[str, float], skip: set[str], known: dict) -> list:
-    """One row an op and one a peer, at one shape; those that fail the gate carry their errors and no time.
-
-    known: errors by (label, width), kept between shapes.
-    """
-    runs: list[tuple[str, str, Callable[[dict], Tensor]]] = []
-    for name in RULES:
-        runs.append((name, name, lambda given, name=name: ours(name, given)))
-    for label, (name, call) in peers().items():
-        if label.split()[0] not in skip and not (label.startswith("FlashQLA") and shape[3] != 128):
-            runs.append((label, name, call))
-    rows = []
-    for label, name, call in runs:
-        row: dict[str, Any] = {"op": label, "shape": list(shape)}
-        try:
-            if not label.startswith("SDPA"):
-                if (label, shape[3]) not in known:
-                    known[label, shape[3]] = errors(name, call, shape[3])
-                row["errors"] = known[label, shape[3]]
-            if not all(error <= ALLOWED for error in row.get("errors", {}).values()):
-                row["wrong"] = True
-            else:
-                row |= timed(call, inputs(name, shape))
-                row["floor_forward_ms"], row["floor_train_ms"] = floor(name, shape, rates)
-        except Exception as problem:
-            row["failed"] = f"{type(problem).__name__}: {str(problem)[:200]}"
-        torch.cuda.empty_cache()
-        rows.append(row)
-        print(_line(row), flush=True)
-    return rows
+def ceilings() -> dict[str, float]:
+    """Measured rates: device copy in bytes a second (read and written), bfloat16 products in operations a second."""
+    a = torch.randn(2**29, device="cuda").bfloat16()
+    b = torch.empty_like(a)
+    copy = 2 * a.nbytes / (milliseconds(lambda: b.copy_(a)) * 1e-3)
+    x, y = (torch.randn(8192, 8192, device="cuda").bfloat16() for _ in range(2))
+    found = {"copy_bytes_per_s": copy, "bf16_flop_per_s": 2 * 8192**3 / (milliseconds(lambda: x @ y) * 1e-3)}
+    del a, b, x, y
+    torch.cuda.empty_cache()
+    return found
 
 
-def _line(row: dict[str, Any]) -> str:
-    head = f"{row['op']:26s} {'x'.join(map(str, row['shape'])):16s}"
-    if "failed" in row:
-        return f"{head} failed: {row['failed']}"
-    worst = max(row.get("errors", {"": 0.0}).items(), key=lambda item: item[1])
-    if "wrong" in row:
-        return f"{head} WRONG: error of {worst[0]} {worst[1]:.1e}"
-    times = f"{row['forward_ms']:8.3f} {row['train_ms']:8.3f} ms  floor {row['floor_forward_ms']:.3f}"
-    return f"{head} {times} {row['floor_train_ms']:.3f}  {row['train_peak_mib']:6.0f} MiB  {worst[0]} {worst[1]:.1e}"
+def start(labels: Iterable[str], numbers: list[int], cache: str) -> list[Child]:
+    """One child a case, and one for every shape of a case that tunes for minutes."""
+    children = []
+    for label in labels:
+        mine = [n for n in numbers if label != DECODE and SHAPES[n] in CASES[label].shapes()]
+        groups = [[n] for n in mine] if label != DECODE and CASES[label].slow else [mine]
+        children += [Child(label, group, cache) for group in groups if group or label == DECODE]
+    return children
+
+
+def run_round(children: list[Child], report: Report, end: float) -> None:
+    """One measurement of each child at each of its shapes, shape by shape."""
+    for number in range(len(SHAPES)):
+        for child in children:
+            if number in child.numbers and child.process.poll() is None:
+                child.go()
+                said = child.until("row", report, min(end, time.monotonic() + BOX))
+                report.row(child.label, number, said)
+
+
+def run(children: list[Child], report: Report, end: float) -> None:
+    """Waits for the quick ones to be warm, measures them while the slow ones are stopped, then the slow ones."""
+    quick, slow = ([child for child in children if child.slow is kind] for kind in (False, True))
+    for child in quick:
+        said = child.until("warm", report, min(end, report.began + 90))
+        report.tell(f"{child.label}: {said.get('failed', 'warm')}")
+        for number in child.numbers if "failed" in said else ():
+            report.row(child.label, number, said)
+    for child in slow:
+        child.hold(True)
+    report.found["ceilings"] = ceilings()
+    cases, decoders = ([c for c in quick if (c.label == DECODE) is kind] for kind in (False, True))
+    run_round(cases, report, end)
+    for child in decoders:
+        child.go()
+        child.until("row", report, min(end, time.monotonic() + BOX))
+    for _ in range(ROUNDS - 1):
+        run_round(cases[::-1], report, end)
+    for child in slow:
+        child.hold(False)
+    for child in sorted(slow, key=lambda child: child.numbers):
+        said = child.until("warm", report, end)
+        if "failed" in said:
+            report.row(child.label, child.numbers[0], said)
+            continue
+        for other in slow:
+            other.hold(other is not child)
+        run_round([child], report, end)
+        for other in slow:
+            other.hold(False)
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Times the GPU kernels beside their peers.")
-    parser.add_argument("--out", type=Path, default=Path("results/kernels/gpu.json"), help="where the JSON goes")
-    parser.add_argument("--skip", nargs="*", default=[], help="peers to leave out: SDPA, FlashQLA, FLA")
-    parser.add_argument("--shapes", nargs="*", type=int, default=range(len(SHAPES)), help="which of the shapes to time")
+    parser.add_argument("--out", type=Path, default=Path("results/kernels"), help="folder for JSON, tables and picture")
+    parser.add_argument("--only", nargs="*", default=[*CASES, DECODE], help="labels of the cases to run")
+    parser.add_argument("--shapes", nargs="*", type=int, default=range(len(SHAPES)), help="numbers of the shapes")
+    parser.add_argument("--seconds", type=float, default=600, help="deadline; what is not done by then is left out")
+    parser.add_argument(
+        "--redraw", action="store_true", help="only make tables and picture again, from the JSON in --out"
+    )
     chosen = parser.parse_args(arguments)
+    unknown = [label for label in chosen.only if label not in (*CASES, DECODE)]
+    if unknown:
+        raise SystemExit(f"--only: got {unknown}, expected some of {[*CASES, DECODE]}")
+    if chosen.redraw:
+        gpu_report.write(chosen.out, json.loads((chosen.out / "gpu.json").read_text()))
+        return
     if not torch.cuda.is_available():
         raise SystemExit("benchmarks.gpu needs a CUDA device")
-    rates = ceilings()
-    print({key: f"{value:.3g}" for key, value in rates.items()}, machine(), flush=True)
-    print(f"{'op':26s} {'B x T x H x D':16s} forward    train ms  floors          peak      worst error", flush=True)
-    report: dict[str, Any] = {"machine": machine(), "ceilings": rates, "rows": []}
-    known: dict = {}
-    for index in chosen.shapes:
-        report["rows"] += rows_of(SHAPES[index], rates, set(chosen.skip), known)
-        chosen.out.parent.mkdir(parents=True, exist_ok=True)
-        chosen.out.write_text(json.dumps(report, indent=1) + "\n")
+    report = Report(chosen.out)
+    with tempfile.TemporaryDirectory() as cache:
+        children = start(chosen.only, list(chosen.shapes), cache)
+        try:
+            run(children, report, report.began + chosen.seconds)
+        finally:
+            for child in children:
+                child.close()
+    gpu_report.write(chosen.out, report.found)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,227 @@
+"""What the GPU benchmark times, as data: shapes, ops, peers, regimes, targets, and the floor of each op.
+
+An op is some mathematics (inputs, judge, floor); a case is somebody's code for it, ours or a library's. Everyone gets
+the same bfloat16 tokens and float32 gates and is judged by the float64 recurrence of the op.
+
+Traps: peers are imported in the process that runs them, at scale 1. FLA must be imported with
+FLA_DISABLE_BACKEND_DISPATCH=1, or it hands its call to FlashQLA; it tunes for minutes at every new head count.
+"""
+
+import importlib
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import fastweight as fw
+from fastweight.memory.attention import DELTA_RULE, LINEAR_ATTENTION
+from fastweight.memory.rules import Rule
+
+Given = dict[str, Any]
+Shape = tuple[int, int, int, int]  # B T H D
+SHAPES: tuple[Shape, ...] = ((64, 1024, 6, 128), (16, 4096, 16, 128), (1, 32768, 16, 128), (64, 1024, 12, 64))
+ALLOWED = 1.2e-2  # relative RMS error in bfloat16
+CHUNK = 64
+
+
+@dataclass(frozen=True)
+class Op:
+    """A rule, and whether its gate is a log-decay given from outside."""
+
+    rule: Rule
+    own_gates: bool = False
+
+    @property
+    def column(self) -> bool:
+        return self.rule.gain == "column"
+
+    @property
+    def regression(self) -> bool:
+        return self.rule.objective == "regression"
+
+
+OPS = {
+    "falcon-1": Op(fw.RULES["falcon-1"]),
+    "gated delta rule": Op(DELTA_RULE, own_gates=True),
+    "falcon-1a": Op(fw.RULES["falcon-1a"]),
+    "linear attention": Op(LINEAR_ATTENTION, own_gates=True),
+    "falcon-3a": Op(fw.RULES["falcon-3a"]),
+    "falcon-2a": Op(fw.RULES["falcon-2a"]),
+}
+
+# How tokens and gates are drawn; every op of ours must pass in all of them.
+REGIMES: dict[str, dict[str, float]] = {
+    "usual": {},
+    "strong decay": {"gate": 80.0},
+    "gain near 2": {"least_beta": 1.9},
+    "keys of length 4": {"length": 4.0},
+}
+
+
+def inputs(op: Op, shape: Shape, regime: str = "usual", seed: int = 0, device: str = "cuda") -> Given:
+    """q, k, v in bfloat16 with unit keys, beta and gate (lambda, or a log-decay) in float32, all with gradients."""
+    B, T, H, D = shape
+    how, random = REGIMES[regime], torch.Generator(device).manual_seed(seed)
+
+    def draw(*size: int) -> Tensor:
+        return torch.randn(*size, generator=random, device=device)
+
+    def unit(x: Tensor) -> Tensor:
+        return torch.nn.functional.normalize(x, dim=-1)
+
+    length = how.get("length", 1.0)
+    least = how.get("least_beta", 0.0)
+    beta = least + (2.0 - least if least else 1.0) * torch.sigmoid(draw(B, T, H, *((D,) if op.column else ())))
+    if op.rule.step == "direct":
+        beta = beta / length**2  # a given step must stay below 2 / |k|^2
+    scale = how.get("gate", 1.0)
+    gate = torch.nn.functional.logsigmoid(draw(B, T, H)) / 16 if op.own_gates else 0.1 * torch.sigmoid(draw(B, T, H))
+    given = {
+        "q": unit(draw(B, T, H, D)).bfloat16(),
+        "k": (length * unit(draw(B, T, H, D))).bfloat16(),
+        "v": draw(B, T, H, D).bfloat16(),
+        "beta": None if op.rule is LINEAR_ATTENTION else beta,
+        "gate": scale * gate,
+    }
+    return {name: None if value is None else value.requires_grad_() for name, value in given.items()}
+
+
+def public(op: Op, given: Given, **how: Any) -> Tensor:
+    """The op through the library's public functions."""
+    q, k, v, beta, gate = given.values()
+    if op.rule is DELTA_RULE:
+        return fw.delta_rule(q, k, v, beta, gate, **how)[0]
+    if op.rule is LINEAR_ATTENTION:
+        return fw.linear_attention(q, k, v, gate, **how)[0]
+    return fw.fast_weight_attention(q, k, v, beta, gate, op.rule, **how)[0]
+
+
+def judge(op: Op, given: Given) -> Tensor:
+    """The recurrence, one token at a time, in the dtype of what is given."""
+    return public(op, given, form="recurrent", backend="torch")
+
+
+@dataclass(frozen=True)
+class Case:
+    """Somebody's code for an op.
+
+    make: imports what it needs and returns the call (q, k, v, beta, gate) -> o. judged: whether it computes the op
+    itself (softmax attention stands beside it for scale only). slow: tunes for minutes; comes last, at few shapes.
+    """
+
+    label: str
+    op: str
+    make: Callable[[], Callable[[Given], Tensor]]
+    peer: bool = True
+    judged: bool = True
+    trains: bool = True
+    slow: bool = False
+    widths: tuple[int, ...] = (64, 128)
+
+    def shapes(self) -> list[Shape]:
+        """Those of SHAPES that this case is timed at."""
+        return [shape for shape in (SHAPES[::3] if self.slow else SHAPES) if shape[3] in self.widths]
+
+
+def _ours(name: str) -> Callable[[], Callable[[Given], Tensor]]:
+    return lambda: lambda given: public(OPS[name], given, backend="triton")
+
+
+def _softmax() -> Callable[[Given], Tensor]:
+    def call(given: Given) -> Tensor:
+        q, k, v = (given[key].transpose(1, 2) for key in ("q", "k", "v"))
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+
+    return call
+
+
+def _delta_of(module: str) -> Callable[[], Callable[[Given], Tensor]]:
+    def make() -> Callable[[Given], Tensor]:
+        os.environ["FLA_DISABLE_BACKEND_DISPATCH"] = "1"
+        rule = importlib.import_module(module).chunk_gated_delta_rule
+
+        def call(given: Given) -> Tensor:
+            q, k, v, beta, gate = given.values()
+            return rule(q, k, v, g=gate, beta=beta, scale=1.0)[0]
+
+        return call
+
+    return make
+
+
+def _simple_gla() -> Callable[[Given], Tensor]:
+    os.environ["FLA_DISABLE_BACKEND_DISPATCH"] = "1"
+    attention = importlib.import_module("fla.ops.simple_gla").chunk_simple_gla
+
+    def call(given: Given) -> Tensor:
+        return attention(given["q"], given["k"], given["v"], g=given["gate"], scale=1.0)[0]
+
+    return call
+
+
+CASES = {
+    case.label: case
+    for case in (
+        *(Case(name, name, _ours(name), peer=False) for name in OPS),
+        Case("SDPA, causal", "gated delta rule", _softmax, judged=False),
+        Case("FlashQLA gated delta rule", "gated delta rule", _delta_of("flash_qla"), widths=(128,)),
+        # FLA refuses the gated backward of simple_gla on Hopper with this Triton.
+        Case("FLA simple GLA", "linear attention", _simple_gla, trains=False, slow=True),
+        Case("FLA gated delta rule", "gated delta rule", _delta_of("fla.ops.gated_delta_rule"), slow=True),
+    )
+}
+
+
+def slice_of(shape: Shape) -> Shape:
+    """A shape that the recurrence can judge and that takes the same way through the code (long ones go in pieces)."""
+    _B, _T, H, D = shape
+    return (1, 2500, 2, D) if shape[0] == 1 else (2, 140, H, D)
+
+
+def cost(op: Op, shape: Shape) -> tuple[tuple[float, float], tuple[float, float]]:
+    """(bytes, operations) of a forward and of forward + backward: inputs read, outputs written once, chunks of 64."""
+    B, T, H, D = shape
+    rows = B * T * H
+    gates, gate_grads = (4 * D + 4, 8 * D + 8) if op.column else (8, 24)
+    forward = rows * (4 * 2 * D + gates)
+    train = forward + rows * (7 * 2 * D + gate_grads)
+    # State read and written, scores and their use: causal halves are counted in full, as the hardware computes them.
+    work = rows * 4 * (D * D + CHUNK * D)
+    if op.regression:
+        work += rows * 2 * (D * D + CHUNK * D)
+    return (forward, work), (train, 3.5 * work)
+
+
+def floors(op: Op, shape: Shape, rates: dict[str, float]) -> tuple[float, float]:
+    """Milliseconds below which no forward and no forward + backward can go, at the rates measured in the run."""
+    bound = [max(b / rates["copy_bytes_per_s"], w / rates["bf16_flop_per_s"]) for b, w in cost(op, shape)]
+    return 1e3 * bound[0], 1e3 * bound[1]
+
+
+@dataclass(frozen=True)
+class Target:
+    """`label` must take at most `most` times what `against` takes, in `mode`; shapes: None is all that both have."""
+
+    label: str
+    mode: str  # "forward" or "train"
+    most: float
+    against: str
+    width: int = 128
+
+
+TARGETS = (
+    Target("falcon-1", "train", 1 / 1.1, "FlashQLA gated delta rule"),
+    Target("gated delta rule", "train", 1 / 1.1, "FlashQLA gated delta rule"),
+    Target("falcon-1", "forward", 1.0, "FlashQLA gated delta rule"),
+    Target("falcon-1", "train", 1 / 2.5, "FLA gated delta rule"),
+    Target("gated delta rule", "train", 1 / 2.5, "FLA gated delta rule"),
+    Target("falcon-1a", "train", 0.65, "falcon-1"),
+    Target("linear attention", "train", 0.65, "falcon-1"),
+    Target("falcon-1a", "forward", 1 / 1.8, "FLA simple GLA"),
+    Target("falcon-3a", "train", 1.15, "falcon-1a"),
+    Target("falcon-2a", "train", 1.3, "falcon-1a"),
+    Target("falcon-1", "train", 1 / 1.5, "FLA gated delta rule", width=64),
+)

@@ -1,0 +1,209 @@
+"""One case of the GPU benchmark in a process of its own: `python -m benchmarks.gpu_worker LABEL SHAPE_NUMBERS`.
+
+It imports, compiles and warms up at once, then waits for a line on its input before each measurement, so that only one
+process at a time uses the device for anything that is timed. What it finds it prints as lines of JSON after an @.
+The parent (benchmarks.gpu) kills it when it takes too long, so a hanging kernel costs one case, not the run.
+
+Traps: errors come before times, at a slice that takes the same way through the code; a case that fails is not timed.
+The first call is timed with everybody else compiling on the same processors.
+"""
+
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks import gpu_decode
+from benchmarks.gpu_cases import ALLOWED, CASES, OPS, REGIMES, SHAPES, Case, Given, Shape, inputs, judge, slice_of
+
+DECODE = "decode"
+Call = Callable[[Given], Tensor]
+
+
+def say(kind: str, **what: Any) -> None:
+    print("@" + json.dumps({"kind": kind} | what), flush=True)
+
+
+def wait() -> bool:
+    """Until the parent says so; False when it wants no more."""
+    return sys.stdin.readline().strip() == "go"
+
+
+def train(call: Call, given: Given, pull: Tensor | None = None) -> Tensor:
+    for tensor in given.values():
+        if tensor is not None:
+            tensor.grad = None
+    o = call(given)
+    o.backward(torch.ones_like(o) if pull is None else pull)
+    return o
+
+
+def errors(case: Case, call: Call, shape: Shape, regime: str) -> dict[str, float]:
+    """Relative RMS error of o and of every gradient against the float64 recurrence on the same numbers."""
+    op = OPS[case.op]
+    given = inputs(op, slice_of(shape), regime, seed=1)
+    wide = {n: None if t is None else t.detach().double().requires_grad_() for n, t in given.items()}
+    exact = judge(op, wide)
+    pull = torch.randn(exact.shape, device=exact.device, generator=torch.Generator(exact.device).manual_seed(2))
+    if not case.trains:
+        pairs = {"o": (call(given).detach(), exact.detach())}
+    else:
+        pairs = {"o": (train(call, given, pull.bfloat16()).detach(), exact.detach())}
+        exact.backward(pull.bfloat16().double())
+        pairs |= {n: (t.grad, wide[n].grad) for n, t in given.items() if t is not None}  # type: ignore[union-attr]
+    return {n: float((a.double() - b.double()).norm() / b.double().norm()) for n, (a, b) in pairs.items()}
+
+
+def milliseconds(run: Callable[[], Any], window: float = 50) -> float:
+    """Median over about `window` milliseconds of calls, the cache flushed before each."""
+    from triton.testing import do_bench
+
+    return float(do_bench(run, warmup=10, rep=int(window), return_mode="median"))  # type: ignore[arg-type]
+
+
+def times(case: Case, call: Call, shape: Shape) -> dict[str, float]:
+    """Milliseconds of a forward without gradients and of forward + backward, and the peak MiB that the latter adds."""
+    given = inputs(OPS[case.op], shape)
+    pull = torch.randn_like(given["v"])
+
+    def forward() -> None:
+        with torch.no_grad():
+            call(given)
+
+    found = {"forward_ms": milliseconds(forward)}
+    if not case.trains:
+        return found
+    train(call, given, pull)
+    for tensor in given.values():
+        if tensor is not None:
+            tensor.grad = None
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    train(call, given, pull)
+    found["peak_mib"] = (torch.cuda.max_memory_allocated() - before) / 2**20
+    found["train_ms"] = milliseconds(lambda: train(call, given, pull))
+    return found
+
+
+def host_microseconds(case: Case, call: Call, width: int, calls: int = 30) -> float:
+    """Of one forward call at a size where the device is idle most of the time."""
+    given = inputs(OPS[case.op], (1, 64, 6, width))
+    with torch.no_grad():
+        call(given)
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(calls):
+            call(given)
+        seconds = time.perf_counter() - start
+    torch.cuda.synchronize()
+    return 1e6 * seconds / calls
+
+
+def first_call(case: Case) -> Call:
+    """The case's call; says how long its first use took, import of its own library left out."""
+    call = case.make()
+    given = inputs(OPS[case.op], (1, 130, CASES[case.label].shapes()[0][2], case.widths[-1]))
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    call(given) if not case.trains else train(call, given)
+    torch.cuda.synchronize()
+    say("first", label=case.label, seconds=time.perf_counter() - start)
+    return call
+
+
+def warm(case: Case, call: Call, shapes: list[Shape]) -> None:
+    """Compiles what the timed shapes need."""
+    for shape in shapes:
+        given = inputs(OPS[case.op], (*slice_of(shape)[:2], *shape[2:]))
+        call(given) if not case.trains else train(call, given)
+    torch.cuda.synchronize()
+
+
+def measure(case: Case, call: Call, shape: Shape, again: bool) -> dict[str, Any]:
+    """One row; errors in all regimes the first time only."""
+    row: dict[str, Any] = {}
+    if case.judged and not again:
+        regimes = REGIMES if shape == case.shapes()[0] else {"usual": {}}
+        row["errors"] = {regime: errors(case, call, shape, regime) for regime in regimes}
+        strict = row["errors"] if not case.peer else {"usual": row["errors"]["usual"]}
+        row["wrong"] = not all(e <= ALLOWED for found in strict.values() for e in found.values())
+    if not again:
+        row["host_us"] = host_microseconds(case, call, shape[3])
+    if not row.get("wrong"):
+        row |= times(case, call, shape)
+    torch.cuda.empty_cache()
+    return row
+
+
+def guarded(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    try:
+        return run()
+    except Exception as problem:
+        return {"failed": f"{type(problem).__name__}: {str(problem)[:300]}"}
+
+
+def serve(label: str, shapes: list[Shape]) -> None:
+    """Warm up, then one row for every line of input, over the shapes again and again."""
+    case = CASES[label]
+    call = first_call(case)
+    warm(case, call, shapes)
+    say("warm", label=label)
+    wrong: set[Shape] = set()
+    rounds = 0
+    while True:
+        for shape in shapes:
+            if not wait():
+                return
+            if shape in wrong:
+                say("row", label=label, shape=shape)
+                continue
+            row = guarded(lambda shape=shape, again=rounds > 0: measure(case, call, shape, again))
+            if row.get("wrong") or "failed" in row:
+                wrong.add(shape)
+            say("row", label=label, shape=shape, **row)
+        rounds += 1
+
+
+def decode() -> None:
+    """The decoding steps of every rule, then FLA's."""
+    torch.set_grad_enabled(False)
+    rules = gpu_decode.rules()
+    calls: dict[str, tuple[str, gpu_decode.Step]] = {
+        name: (name, gpu_decode.ours(rule)) for name, rule in rules.items()
+    }
+    with contextlib.suppress(ImportError):
+        calls["FLA recurrent gated delta rule"] = ("gated delta rule", gpu_decode.fla())
+    found = {
+        label: guarded(lambda n=n, c=c: {"error": gpu_decode.error(rules[n], c)}) for label, (n, c) in calls.items()
+    }
+    say("warm", label=DECODE)
+    if not wait():
+        return
+    for batch in gpu_decode.BATCHES:
+        for label, (name, call) in calls.items():
+            row = dict(found[label])
+            if row.get("error", 1.0) <= ALLOWED:
+                runs = [gpu_decode.microseconds(call, gpu_decode.token(rules[name], batch)) for _ in range(2)]
+                row |= {"us": median(r[0] for r in runs), "host_us": median(r[1] for r in runs)}
+            say("decode", label=label, batch=batch, **row)
+            torch.cuda.empty_cache()
+    say("row", label=DECODE)
+
+
+def main() -> None:
+    label, *numbers = sys.argv[1:]
+    if label == DECODE:
+        decode()
+    else:
+        serve(label, [SHAPES[int(number)] for number in numbers])
+
+
+if __name__ == "__main__":
+    main()
