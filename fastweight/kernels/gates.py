@@ -6,7 +6,7 @@ E is the mean feature energy of the window's B pairs (section 3 of the paper; at
 beta is eta and lam is the natural log-decay: the delta rules and linear attention.
 
 Traps: a row without a pair has eta = 0 and no decay. Where the gradient of eta is found as (R . dY) / eta, a zero eta
-of a row that does write is TINY instead.
+of a row that does write is NONZERO instead: what dY's type still holds, and less than the type rounds a write by.
 """
 
 # pyright: basic, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
@@ -46,7 +46,8 @@ def step_sizes(energy, beta, lam, pair, eps, floor, SCALED: tl.constexpr, DIRECT
         eta = beta
     else:
         writes = pair & (denominator > 0)
-        eta = beta / tl.where(writes, denominator, 1.0)
+        # One reciprocal a token: beta may have columns.
+        eta = beta * (1 / tl.where(writes, denominator, 1.0))
     eta = tl.where(writes, eta, 0.0)
     alpha = eta * ridge
     limit = 1 - floor
@@ -76,7 +77,7 @@ def step_gradient(
         d_beta = tl.where(writes, d_eta, 0.0)
         d_energy = tl.zeros_like(d_beta)
     else:
-        d_beta = tl.where(writes, d_eta / tl.where(writes, denominator, 1.0), 0.0)
+        d_beta = tl.where(writes, d_eta * (1 / tl.where(writes, denominator, 1.0)), 0.0)
         d_energy = -d_beta * eta
         d_ridge += d_energy
     d_ridge = tl.where(writes, d_ridge, 0.0)
@@ -144,8 +145,8 @@ def steps(
         eta, _r, _d, alpha, carry, _o, writes = step_sizes(energy, gain, ridge, pair & own, eps, floor, SCALED, DIRECT)
         w = eta / count
         log_decay = tl.where(writes, step_log_decay(alpha, carry, floor), 0.0)
-    if NONZERO:
-        w = tl.where(writes & (tl.abs(w) < TINY), TINY, w)
+    if NONZERO > 0:
+        w = tl.where(writes & (tl.abs(w) < TINY), NONZERO, w)
     line = h.to(tl.int64) * tokens + first
     tl.store(weight + line + i, w, mask=own)
     tl.store(decay + line + i, tl.cumsum(log_decay, axis=0), mask=own)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fastweight.kernels import gates
 from fastweight.kernels.geometry import Geometry, previous_unmasked
+from fastweight.kernels.start import start
 
 FEW_PROGRAMS = 132  # fewer programs than this leave a device idle: walk the sequences in pieces
 LEAST_CHUNKS = 32  # shorter sequences stay whole
@@ -96,10 +97,6 @@ def device_of(tensor: Tensor):
     return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
 
 
-def start(kernel: Any, grid: tuple[Any, ...], *arguments: Any, **options: Any) -> None:
-    kernel[grid](*arguments, **options)
-
-
 def precision(dtype: torch.dtype) -> str:
     return "tf32x3" if dtype == torch.float32 else "tf32"
 
@@ -176,7 +173,8 @@ def make_steps(plan: Plan, given: Inputs, where: Geometry, nonzero: bool) -> tup
         start(
             gates.steps, (where.slots, H),
             given.k, given.beta, given.lam, *given[5:], weight, decay, *tables(where),
-            float(plan.eps), float(plan.floor), BK=wide(given.k.shape[3]), WINDOW=plan.window, NONZERO=nonzero,
+            float(plan.eps), float(plan.floor), BK=wide(given.k.shape[3]), WINDOW=plan.window,
+            NONZERO=(4e-6 if given.v.dtype == torch.float16 else 1e-20) if nonzero else 0.0,
             **given.widths, **gate_flags(plan), num_warps=4,
         )  # fmt: skip
     return weight, decay

@@ -1,87 +1,158 @@
-"""Host side of the regression class with one gain per head: allocates, and launches solve.py and solve_gradient.py."""
+"""Host side of the regression class with one gain per head: allocates, and launches solve.py and solve_gradient.py.
 
-from typing import Any
+What walks the chunks has two engines with the same doors: the plain kernels of solve.py, for every call, and those of
+hopper_solve.py, for the calls that launch_hopper.fits.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
-from fastweight.kernels import solve, solve_gradient
+from fastweight.kernels import launch_hopper, solve, solve_gradient
 from fastweight.kernels.geometry import Geometry
 from fastweight.kernels.launch import (
     Gradients,
     Inputs,
     Plan,
     Walk,
-    chain,
     gate_flags,
     make_steps,
     precision,
-    reverse_in_pieces,
     serial_tile,
     start,
     sum_dtype,
     tables,
     token_tile,
+    wide,
 )
 
 INVERT_REGISTERS = 168  # a cap: more programs in flight are worth some spilling
 
 
-def forward(plan, q, k, v, beta, lam, state0, key0, has_key, mask, cu_seqlens, save):
-    """o, final S, eta, log-decay, inverse, residual and chunk states of the regression class."""
-    given = Inputs.of(plan, q, k, v, beta, lam, key0, has_key, mask)
-    (B, T, H, V), K, dtype = v.shape, q.shape[3], v.dtype
-    where = Geometry.of(B, T, cu_seqlens)
-    o = torch.empty_like(given.v)
-    state1 = torch.empty(where.sequences, H, K, V, dtype=torch.float32, device=v.device)
-    inverse = v.new_empty(where.slots, H, 64, 64)
-    residual = v.new_empty(where.tokens if save else 0, H, V)
-    states = v.new_empty(where.slots if save else 0, H, K, V)
-    eta, decay = make_steps(plan, given, where, nonzero=True)
-    shift, dot = int(plan.shift), precision(dtype)
+class Engine(NamedTuple):
+    """What a call goes through before and while its chunks are walked; see launch_hopper for the arguments."""
+
+    prepare: Callable[..., tuple[tuple[Tensor, Tensor], Tensor]]
+    forward: Callable[..., None]
+    advance: Callable[..., None]
+    backward_state: Callable[..., None]
+
+
+def _flags(plan: Plan, given: Inputs) -> dict[str, Any]:
+    K, V, dtype = given.q.shape[3], given.v.shape[3], given.v.dtype
+    common = {"V": V, "SHIFT": int(plan.shift), "DECAYED": plan.decayed, "DOT": precision(dtype)}
+    return {**common, **given.widths, **serial_tile(K, V, dtype)._asdict()}
+
+
+def _programs(walk: Walk, given: Inputs, columns: int) -> tuple[int]:
+    return (walk.where.sequences * walk.segments * given.v.shape[2] * columns,)
+
+
+def _columns(width: int, given: Inputs) -> int:
+    """Programs that `width` columns take."""
+    return -(-width // serial_tile(given.q.shape[3], given.v.shape[3], given.v.dtype).BV)
+
+
+def _prepare(plan: Plan, given: Inputs, where: Geometry) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    rates = make_steps(plan, given, where, nonzero=True)
+    H, dtype = given.v.shape[2], given.v.dtype
+    inverse = given.v.new_empty(where.slots, H, 64, 64)
     if where.slots and H:
         start(
             solve.invert, (where.slots, H),
-            given.k, given.key0, given.previous, eta, decay, inverse, *tables(where), BK=64, SHIFT=shift,
-            DECAYED=plan.decayed, DOT=dot, MERGE="tf32" if dtype == torch.bfloat16 else "tf32x3", **given.widths,
-            num_warps=1, num_stages=1, maxnreg=None if dtype == torch.float32 else INVERT_REGISTERS,
+            given.k, given.key0, given.previous, *rates, inverse, *tables(where), BK=64, SHIFT=int(plan.shift),
+            DECAYED=plan.decayed, DOT=precision(dtype), MERGE="tf32" if dtype == torch.bfloat16 else "tf32x3",
+            **given.widths, num_warps=1, num_stages=1, maxnreg=None if dtype == torch.float32 else INVERT_REGISTERS,
         )  # fmt: skip
-    tile = serial_tile(K, V, dtype)
-    grid = where.sequences * H * triton.cdiv(V, tile.BV)
-    walk = Walk.of(where, grid)
+    return rates, inverse
+
+
+def _forward(plan, given, walk, rates, inverse, state0, o, state1, kept) -> None:
+    residual, states = kept or (None, None)
+    start(
+        solve.forward, _programs(walk, given, _columns(given.v.shape[3], given)),
+        given.q, given.k, given.v, given.key0, given.previous, *rates, inverse,
+        None if state0 is None else state0.contiguous(), o, residual, states, state1, *walk.arguments,
+        BEFORE=plan.before, SAVE=kept is not None, **_flags(plan, given),
+    )  # fmt: skip
+
+
+def _advance(plan, given, walk, rates, inverse, local, maps) -> None:
+    columns = _columns(given.q.shape[3], given) + (0 if local is None else _columns(given.v.shape[3], given))
+    start(
+        solve.advance, _programs(walk, given, columns),
+        given.k, given.v, given.key0, given.previous, *rates, inverse, local, maps, *walk.arguments,
+        **_flags(plan, given),
+    )  # fmt: skip
+
+
+def _backward_state(plan, given, walk, rates, inverse, d_o, d_end, d_start, kept) -> None:
+    d_y, d_states = kept or (None, None)
+    start(
+        solve.backward_state, _programs(walk, given, _columns(given.v.shape[3], given)),
+        given.q, given.k, d_o, given.key0, given.previous, *rates, inverse,
+        None if d_end is None else d_end.contiguous(), d_y, d_states, d_start, *walk.arguments,
+        BEFORE=plan.before, **_flags(plan, given),
+    )  # fmt: skip
+
+
+PLAIN = Engine(_prepare, _forward, _advance, _backward_state)
+HOPPER = Engine(launch_hopper.prepare, launch_hopper.forward, launch_hopper.advance, launch_hopper.backward_state)
+
+
+def _engine(given: Inputs, where: Geometry) -> tuple[Engine, Walk]:
+    """Which kernels walk the chunks, and in how many pieces."""
+    H, V, dtype = given.v.shape[2], given.v.shape[3], given.v.dtype
+    if not launch_hopper.fits(given, where.cu):
+        return PLAIN, Walk.of(where, where.sequences * H * _columns(V, given))
+    engine = HOPPER._replace(prepare=_prepare) if dtype == torch.float16 else HOPPER
+    return engine, launch_hopper.walk_of(where, given)
+
+
+def forward(plan, q, k, v, beta, lam, state0, key0, has_key, mask, cu_seqlens, save):
+    """o, final S, eta, log-decay, inverse, residual and chunk states of the regression class."""
+    given = Inputs.of(plan, q, k, v, beta, lam, key0, has_key, mask)
+    (B, T, H, V), K = v.shape, q.shape[3]
+    where = Geometry.of(B, T, cu_seqlens)
+    o = torch.empty_like(given.v)
+    residual = v.new_empty(where.tokens if save else 0, H, V)
+    states = v.new_empty(where.slots if save else 0, H, K, V)
+    engine, walk = _engine(given, where)
+    rates, inverse = engine.prepare(plan, given, where)
     if walk.segments > 1:
-        maps, local = _advance(plan, given, walk, (eta, decay, inverse), with_values=True)
-        state0 = chain(maps, walk.pieces(local), state0, reverse=False)
-        state1 = torch.empty_like(local)
-    if grid:
-        start(
-            solve.forward, (grid * walk.segments,),
-            given.q, given.k, given.v, given.key0, given.previous, eta, decay, inverse,
-            None if state0 is None else state0.contiguous(), o, residual, states, state1, *walk.arguments,
-            V=V, SHIFT=shift, DECAYED=plan.decayed, BEFORE=plan.before, SAVE=save, DOT=dot, **given.widths,
-            **tile._asdict(),
-        )  # fmt: skip
+        maps, local = _pieces(engine, plan, given, walk, rates, inverse, True)
+        state0 = compose(walk, maps, local, state0, reverse=False)
+    state1 = torch.empty(where.sequences * walk.segments, H, K, V, dtype=torch.float32, device=v.device)
+    if state1.numel():
+        engine.forward(plan, given, walk, rates, inverse, state0, o, state1, (residual, states) if save else None)
     if walk.segments > 1:
         state1 = walk.pieces(state1)[:, -1].contiguous()
-    return o, state1, eta, decay, inverse, residual, states
+    return o, state1, *rates, inverse, residual, states
 
 
-def _advance(plan: Plan, given: Inputs, walk: Walk, saved: tuple, with_values: bool) -> tuple[Tensor, Tensor]:
-    """Maps [N, segments, H, K, K] of all segments, and what they write from nothing (if with_values)."""
+def _pieces(engine, plan, given, walk, rates, inverse, with_values) -> tuple[Tensor, Any]:
+    """Maps [pieces, H, K, K] of all pieces, and what they write from nothing (if with_values)."""
     H, K, V = given.v.shape[2], given.q.shape[3], given.v.shape[3]
-    tile = serial_tile(K, V, given.v.dtype)
     count = walk.where.sequences * walk.segments
     maps = torch.empty(count, H, K, K, dtype=torch.float32, device=given.v.device)
-    local = torch.empty(count if with_values else 0, H, K, V, dtype=torch.float32, device=given.v.device)
-    blocks = triton.cdiv(K, tile.BV) + (triton.cdiv(V, tile.BV) if with_values else 0)
+    local = torch.empty(count, H, K, V, dtype=torch.float32, device=given.v.device) if with_values else None
+    engine.advance(plan, given, walk, rates, inverse, local, maps)
+    return maps, local
+
+
+def compose(walk: Walk, maps: Tensor, local: Tensor, outside: Tensor | None, reverse: bool) -> Tensor:
+    """States [pieces, H, K, V] that pieces start from (end at, in reverse), from their maps and what each adds."""
+    H, K, V = local.shape[1:]
+    found = torch.empty_like(local)
     start(
-        solve.advance, (count * H * blocks,),
-        given.k, given.v, given.key0, given.previous, *saved, local if with_values else None, maps, *walk.arguments,
-        V=V, SHIFT=int(plan.shift), DECAYED=plan.decayed, DOT=precision(given.v.dtype), **given.widths,
-        **tile._asdict(),
+        solve.compose, (walk.where.sequences * H, triton.cdiv(V, 16)),
+        maps, local, None if outside is None else outside.contiguous(), found, walk.segments, H=H, K=K, V=V,
+        BK=wide(K, 16), BV=16, REVERSE=reverse, num_warps=4, num_stages=1,
     )  # fmt: skip
-    return walk.pieces(maps), local
+    return found
 
 
 def backward(plan, d_o, d_state1, q, k, v, beta, lam, key0, has_key, mask, cu_seqlens, saved, want_state):
@@ -91,31 +162,34 @@ def backward(plan, d_o, d_state1, q, k, v, beta, lam, key0, has_key, mask, cu_se
     (B, T, H, V), K, dtype = v.shape, q.shape[3], v.dtype
     where = Geometry.of(B, T, cu_seqlens)
     d_o = d_o.contiguous()
+    d_o = d_o.clone() if d_o.data_ptr() % 16 else d_o  # what TMA reads is aligned
     out = Gradients(given, where, want_state)
-    flags: dict[str, Any] = {"DECAYED": plan.decayed, "BEFORE": plan.before, "DOT": precision(dtype), "V": V}
-    tile = serial_tile(K, V, dtype)
-    grid = where.sequences * H * triton.cdiv(V, tile.BV)
-    walk = Walk.of(where, grid)
-
-    def reverse(d_end: Tensor | None, d_start: Tensor | None) -> None:
-        start(
-            solve.backward_state, (grid * walk.segments,),
-            given.q, given.k, d_o, given.key0, given.previous, eta, decay, inverse,
-            None if d_end is None else d_end.contiguous(), out.v, out.states, d_start, *walk.arguments,
-            SHIFT=int(plan.shift), **flags, **given.widths, **tile._asdict(),
-        )  # fmt: skip
-
+    engine, walk = _engine(given, where)
+    run: tuple[Any, ...] = (plan, given, walk, (eta, decay), inverse)
     if walk.segments > 1:
-        maps = _advance(plan, given, walk, (eta, decay, inverse), with_values=False)[0].mT
-        reverse_in_pieces(reverse, walk, maps, d_state1, out)
-    elif grid:
-        reverse(d_state1, out.state0)
+        d_state1 = _ends(engine, run, d_o, d_state1)
+    pieces = out.state0
+    if want_state and walk.segments > 1:
+        pieces = torch.empty(where.sequences * walk.segments, H, K, V, dtype=torch.float32, device=v.device)
+    if where.sequences and H:
+        engine.backward_state(*run, d_o, d_state1, pieces, (out.v, out.states))
+    if pieces is not None and walk.segments > 1:
+        out.state0 = walk.pieces(pieces)[:, 0].contiguous()
     if where.slots and H:
         start(
             solve_gradient.backward_token, (where.slots, H),
             given.q, given.k, d_o, given.beta, given.lam, *given[5:], eta, decay, residual, states, out.v, out.states,
             torch.empty_like(decay), out.q, out.k, out.beta, out.lam, out.key0, *tables(where),
-            float(plan.eps), float(plan.floor), SUM=sum_dtype(dtype), **flags, **given.widths, **gate_flags(plan),
-            **token_tile(K, V, dtype)._asdict(),
+            float(plan.eps), float(plan.floor), SUM=sum_dtype(dtype), DECAYED=plan.decayed, BEFORE=plan.before,
+            DOT=precision(dtype), V=V, **given.widths, **gate_flags(plan), **token_tile(K, V, dtype)._asdict(),
         )  # fmt: skip
     return out.result()
+
+
+def _ends(engine: Engine, run: tuple[Any, ...], d_o: Tensor, d_state1: Tensor | None) -> Tensor:
+    """State gradients at the end of every piece: a first walk in reverse finds what each piece adds, from nothing."""
+    plan, given, walk, rates, inverse = run
+    maps, _ = _pieces(engine, plan, given, walk, rates, inverse, False)
+    local = maps.new_empty(*maps.shape[:3], given.v.shape[3])
+    engine.backward_state(*run, d_o, None, local, None)
+    return compose(walk, maps, local, d_state1, reverse=True)

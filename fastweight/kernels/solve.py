@@ -219,6 +219,41 @@ def advance(
     tl.store(maps + slot * (K * K) + at, S, mask=keep & is_map)
 
 
+@triton.jit(do_not_specialize=["segments"])
+def compose(
+    maps, local, outside, found, segments,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, REVERSE: tl.constexpr,
+):  # fmt: skip
+    """The states that segments start from, S -> maps S + local; in reverse, the gradients at their ends."""
+    n = tl.program_id(0) // H
+    h = tl.program_id(0) % H
+    ck = tl.arange(0, BK)
+    cj = tl.arange(0, 32)
+    cv = tl.program_id(1) * BV + tl.arange(0, BV)
+    state_at, in_state = state_tile(ck, cv, K, V, BK, BV)
+    S = tl.zeros([BK, BV], tl.float32)
+    if outside is not None:
+        S += tl.load(outside + (n.to(tl.int64) * H + h) * (K * V) + state_at, mask=in_state, other=0.0).to(tl.float32)
+    for turn in range(0, segments):
+        s = segments - 1 - turn if REVERSE else turn
+        slot = (n * segments + s).to(tl.int64) * H + h
+        tl.store(found + slot * (K * V) + state_at, S, mask=in_state)
+        if turn + 1 < segments:
+            S = tl.load(local + slot * (K * V) + state_at, mask=in_state, other=0.0)
+            # The state comes back a few rows at a time: what is stored is the operand.
+            tl.debug_barrier()
+            for start in range(0, K, 32):
+                row = start + cj
+                part_at, in_part = state_tile(row, cv, K, V, 32, BV)
+                part = tl.load(found + slot * (K * V) + part_at, mask=in_part, other=0.0)
+                if REVERSE:
+                    at = row[None, :] * K + ck[:, None]
+                else:
+                    at = ck[:, None] * K + row[None, :]
+                m = tl.load(maps + slot * (K * K) + at, mask=(ck < K)[:, None] & (row < K)[None, :], other=0.0)
+                S = tl.dot(m, part, acc=S, input_precision="tf32x3")
+
+
 @triton.jit(do_not_specialize=["length", "chunks", "tokens", "segments", "per_segment"])
 def forward(
     q, k, v, key0, previous, eta, decay, inverse, state0, o, residual, states, state1,
@@ -293,7 +328,7 @@ def backward_state(
     H: tl.constexpr, KH: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     SHIFT: tl.constexpr, DECAYED: tl.constexpr, BEFORE: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """One segment of one head in reverse, BV value columns: dY, the state gradient at every chunk end, and dS_0."""
+    """One segment of one head in reverse, BV value columns: dS_0, and if asked dY and the chunks' state gradients."""
     pid = tl.program_id(0)
     blocks: tl.constexpr = (V + BV - 1) // BV
     h = (pid // blocks) % H
@@ -337,13 +372,15 @@ def backward_state(
         if BEFORE:
             g_read = decay_before(decay, line, first, i, high)
         low_dS = dS.to(x.dtype)
-        tl.store(d_states + at_chunk * (K * V) + state_at, low_dS, mask=in_state)
+        if d_states is not None:
+            tl.store(d_states + at_chunk * (K * V) + state_at, low_dS, mask=in_state)
         p = tl.dot(x, tl.trans(qt), input_precision=DOT)
         p *= fade(causal, g_read[None, :] - g[:, None])
         du = tl.dot(x, low_dS, input_precision=DOT) * tl.exp2(g_last - g)[:, None]
         du = tl.dot(p.to(x.dtype), do, acc=du, input_precision=DOT) * a[:, None]
         dy = tl.dot(tl.trans(inv), du.to(x.dtype), acc=du, input_precision=DOT)
-        store_tile(d_y, dy, first, i, h, cv, live, H, V, BV)
+        if d_y is not None:
+            store_tile(d_y, dy, first, i, h, cv, live, H, V, BV)
         read = (do.to(tl.float32) * tl.exp2(g_read)[:, None]).to(x.dtype)
         missed = (dy * -tl.exp2(g_res)[:, None]).to(x.dtype)
         dS = tl.dot(tl.trans(qt), read, acc=dS * tl.exp2(g_last), input_precision=DOT)

@@ -1,0 +1,161 @@
+"""Host side of hopper_solve.py: whether a call can take it, its tensor descriptors, its launches.
+
+Trap: Gluon changes from one Triton release to the next, so only releases on which the kernels were compared are taken.
+"""
+
+import importlib.util
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from fastweight.kernels.geometry import Geometry
+from fastweight.kernels.launch import FEW_PROGRAMS, LEAST_CHUNKS, Inputs, Plan, Walk, gate_flags, start
+
+RELEASES = ("3.6",)
+WIDTHS = (64, 128)
+PREPARE_REGISTERS = 72  # seven programs a multiprocessor
+ADVANCE_REGISTERS = 168  # three
+WALKING = 264  # programs of a walk that an H200 holds at once, two a multiprocessor
+ADVANCING = 396
+STAGES = {64: 3, 128: 2}  # chunks in shared memory, as many as leave room for a second program
+
+
+def fits(given: Inputs, where_cu: Tensor | None) -> bool:
+    """Whether the fast kernels compute this call: dense, 16 bits, widths 64 or 128, no mask, no carried key."""
+    K, V = given.q.shape[3], given.v.shape[3]
+    dense = where_cu is None and given.previous is None and given.unmasked is None and given.key0 is None
+    shaped = given.v.dtype != torch.float32 and K in WIDTHS and V % 64 == 0 and given.v.numel() > 0
+    small = given.v.shape[0] * given.v.shape[1] * given.v.shape[2] < 2**29  # coordinates are 32-bit
+    if not (dense and shaped and small):
+        return False
+    aligned = all(tensor.data_ptr() % 16 == 0 for tensor in (given.q, given.k, given.v))
+    return aligned and _available(given.v.device)
+
+
+@cache
+def _available(device: torch.device) -> bool:
+    """Hopper, and a Triton release whose Gluon the kernels are written for."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+        return False
+    return triton.__version__.startswith(RELEASES) and importlib.util.find_spec("triton.experimental.gluon") is not None
+
+
+@cache
+def _layout(rank: int) -> Any:
+    from triton.experimental.gluon.language import NVMMASharedLayout
+
+    return NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=rank)
+
+
+def _descriptor(tensor: Tensor, shape: list[int], strides: list[int], block: list[int]) -> Any:
+    """A TMA descriptor without its constructor, whose checks take longer than all else here and cannot fail."""
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    made = object.__new__(TensorDescriptor)
+    made.base, made.shape, made.strides, made.block_shape = tensor, shape, strides, block
+    made.layout, made.padding = _layout(len(block)), "zero"
+    return made
+
+
+def tiles(tensor: Tensor, width: int) -> Any:
+    """Descriptor of 64 tokens by `width` columns of [B, T, heads, columns]; beyond either end of T it reads zeros."""
+    B, T, heads, columns = tensor.shape
+    row = heads * columns
+    return _descriptor(tensor, [B, T, row], [T * row, row, 1], [1, 64, width])
+
+
+def blocks(tensor: Tensor, rows: int) -> Any:
+    """Descriptor of `rows` by 64 of a tensor [..., columns]."""
+    columns = tensor.shape[-1]
+    return _descriptor(tensor, [tensor.numel() // columns, columns], [columns, 1], [rows, 64])
+
+
+def walk_of(where: Geometry, given: Inputs) -> Walk:
+    """One piece a sequence where programs fill the device, else as many as it holds at once; few are not worth it."""
+    H, K, V = given.v.shape[2], given.q.shape[3], given.v.shape[3]
+    programs = where.sequences * H * (V // 64)
+    if programs >= FEW_PROGRAMS or where.chunks < LEAST_CHUNKS:
+        return Walk(where, 1, 2**30)
+    pieces = min(WALKING // programs, 1 + ADVANCING // (where.sequences * H * ((K + V) // 64)), where.chunks // 4)
+    length = -(-where.chunks // pieces) if pieces > 2 else where.chunks
+    return Walk(where, -(-where.chunks // length), length)
+
+
+def _options(plan: Plan, given: Inputs, **flags: Any) -> dict[str, Any]:
+    common = {"V": given.v.shape[3], "SHIFT": int(plan.shift), "DECAYED": plan.decayed}
+    return {**common, **flags, **given.widths, "STAGES": STAGES[given.q.shape[3]], "num_warps": 4}
+
+
+def _span(walk: Walk) -> tuple[int, ...]:
+    return walk.arguments[2:]
+
+
+def prepare(plan: Plan, given: Inputs, where: Geometry) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """Steps and log-decays [H, tokens], and the inverses [slots, H, 64, 64]; bfloat16 only."""
+    from fastweight.kernels import hopper_prepare
+
+    H, device = given.v.shape[2], given.v.device
+    rates = tuple(torch.empty(H, where.tokens, dtype=torch.float32, device=device) for _ in range(2))
+    inverse = given.v.new_empty(where.slots, H, 64, 64)
+    start(
+        hopper_prepare.prepare, (where.slots, H),
+        tiles(given.k, given.q.shape[3]), given.beta, given.lam, *rates, inverse, where.length, where.chunks,
+        where.tokens, float(plan.eps), float(plan.floor), DECAYED=plan.decayed, **given.widths, **gate_flags(plan),
+        num_warps=4, maxnreg=PREPARE_REGISTERS,
+    )  # fmt: skip
+    return (rates[0], rates[1]), inverse
+
+
+def forward(
+    plan: Plan, given: Inputs, walk: Walk, rates: tuple[Tensor, Tensor], inverse: Tensor, state0: Tensor | None,
+    o: Tensor, state1: Tensor, kept: tuple[Tensor, Tensor] | None,
+) -> None:  # fmt: skip
+    """Fills o and state1, and `kept`, residual and chunk states, if given."""
+    from fastweight.kernels import hopper_solve
+
+    K, (B, T, H, V) = given.q.shape[3], given.v.shape
+    residual = None if kept is None else tiles(kept[0].view(B, T, H, V), 64)
+    states = None if kept is None else blocks(kept[1], K)
+    start(
+        hopper_solve.forward, (walk.where.sequences * walk.segments * H * (V // 64),),
+        tiles(given.k, K), tiles(given.q, K), tiles(given.v, 64), blocks(inverse, 64), tiles(o, 64), residual, states,
+        *rates, None if state0 is None else state0.contiguous(), state1, *_span(walk),
+        **_options(plan, given, BEFORE=plan.before, SAVE=kept is not None),
+    )  # fmt: skip
+
+
+def advance(
+    plan: Plan, given: Inputs, walk: Walk, rates: tuple[Tensor, Tensor], inverse: Tensor, local: Tensor | None,
+    maps: Tensor,
+) -> None:  # fmt: skip
+    """Fills maps, and local if given, but for the piece that nothing follows (without local, in reverse)."""
+    from fastweight.kernels import hopper_solve
+
+    K, V = given.q.shape[3], given.v.shape[3]
+    columns = K // 64 + (0 if local is None else V // 64)
+    start(
+        hopper_solve.advance, (walk.where.sequences * (walk.segments - 1) * given.v.shape[2] * columns,),
+        tiles(given.k, K), tiles(given.v, 64), blocks(inverse, 64), *rates, local, maps, *_span(walk),
+        **_options(plan, given, SKIP=int(local is None)), maxnreg=ADVANCE_REGISTERS,
+    )  # fmt: skip
+
+
+def backward_state(
+    plan: Plan, given: Inputs, walk: Walk, rates: tuple[Tensor, Tensor], inverse: Tensor, d_o: Tensor,
+    d_end: Tensor | None, d_start: Tensor | None, kept: tuple[Tensor, Tensor] | None,
+) -> None:  # fmt: skip
+    """Fills d_start if given, and `kept`, dY and the chunks' state gradients, if given."""
+    from fastweight.kernels import hopper_solve
+
+    K, H, V = given.q.shape[3], given.v.shape[2], given.v.shape[3]
+    d_y = None if kept is None else tiles(kept[0], 64)
+    d_states = None if kept is None else blocks(kept[1], K)
+    start(
+        hopper_solve.backward_state, (walk.where.sequences * walk.segments * H * (V // 64),),
+        tiles(given.k, K), tiles(given.q, K), tiles(d_o, 64), blocks(inverse, 64), d_y, d_states, *rates,
+        None if d_end is None else d_end.contiguous(), d_start, *_span(walk),
+        **_options(plan, given, BEFORE=plan.before, SAVE=kept is not None),
+    )  # fmt: skip

@@ -1,0 +1,125 @@
+"""The Hopper kernels of the regression class: which calls they take (anywhere), what they compute (on Hopper)."""
+
+import pytest
+import torch
+from test_kernels import case, check, gpu
+
+from fastweight.kernels import launch, launch_hopper, launch_solve
+from fastweight.kernels.geometry import Geometry
+
+PLAN = launch.Plan(1e-6, 1e-4, True, False, False, False, False, False)
+
+
+def given(K=64, V=64, dtype=torch.bfloat16, **around) -> launch.Inputs:
+    q, k = torch.zeros(2, 2, 5, 1, K, dtype=dtype)
+    v = torch.zeros(2, 5, 1, V, dtype=dtype)
+    beta = torch.ones(2, 5, 1)
+    key = torch.zeros(2, 1, K) if "has_key" in around else None
+    return launch.Inputs.of(PLAN, q, k, v, beta, beta, key, around.get("has_key"), around.get("mask"))
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    monkeypatch.setattr(launch_hopper, "_available", lambda device: True)
+
+
+@pytest.mark.parametrize("K", [64, 128])
+@pytest.mark.parametrize("V", [64, 128, 192])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_takes_dense_half_precision(hopper, K, V, dtype):
+    assert launch_hopper.fits(given(K, V, dtype), None)
+
+
+REFUSED = {
+    "float32": given(dtype=torch.float32),
+    "odd keys": given(K=80),
+    "wide keys": given(K=256),
+    "odd values": given(V=96),
+    "a mask": given(mask=torch.ones(2, 5, dtype=torch.bool)),
+    "a carried key": given(has_key=torch.ones(2, dtype=torch.bool)),
+    "no tokens": given()._replace(v=torch.zeros(2, 0, 1, 64, dtype=torch.bfloat16)),
+    "no alignment": given()._replace(q=torch.zeros(641, dtype=torch.bfloat16)[1:].view(2, 5, 1, 64)),
+}
+
+
+@pytest.mark.parametrize("why", REFUSED)
+def test_leaves_the_rest_to_the_plain_kernels(hopper, why):
+    assert not launch_hopper.fits(REFUSED[why], None)
+    assert not launch_hopper.fits(given(), torch.tensor([0, 10]))
+
+
+def test_the_prepared_inverse_is_bfloat16_only(hopper):
+    """In float16 the merges need three products each, which the plain kernel has."""
+    where = Geometry.of(2, 5, None)
+    assert launch_solve._engine(given(dtype=torch.bfloat16), where)[0].prepare is launch_hopper.prepare
+    assert launch_solve._engine(given(dtype=torch.float16), where)[0].prepare is not launch_hopper.prepare
+
+
+@pytest.mark.parametrize("heads", [1, 2, 16, 60, 66, 200])
+@pytest.mark.parametrize("chunks", [1, 31, 32, 35, 512])
+def test_pieces_cover_a_sequence_and_fit_the_device(heads, chunks):
+    where = Geometry.of(1, 64 * chunks - 3, None)
+    tokens = given(128, 128)
+    tokens = tokens._replace(v=torch.empty(1, 1, heads, 128, dtype=torch.bfloat16, device="meta"))
+    walk = launch_hopper.walk_of(where, tokens)
+    assert walk.segments == 1 or (walk.segments - 1) * walk.length < chunks <= walk.segments * walk.length
+    assert walk.segments == 1 or heads * 2 * walk.segments <= launch_hopper.WALKING
+    assert walk.segments == 1 or heads * 4 * (walk.segments - 1) <= launch_hopper.ADVANCING
+
+
+def test_nothing_is_taken_without_a_device():
+    assert not launch_hopper.fits(given(), None)
+
+
+ON_HOPPER = [
+    case("falcon-1", shape=(2, 130, 2, 2, 128, 128)),
+    case("falcon-1", shape=(2, 64, 2, 2, 64, 64), state=True),
+    case("delta", shape=(2, 100, 1, 2, 128, 128), state=True, ridge=0.5),
+    case("falcon-1", {"timing": "read-before-write"}, shape=(2, 130, 2, 4, 128, 64), state=True),
+    case("falcon-1", {"step": "direct", "pairing": "same-step"}, shape=(2, 64, 1, 2, 64, 128), ridge=0.5),
+    case("falcon-1", {"ridge": "scaled"}, shape=(2, 65, 1, 2, 64, 192), zero_beta=True),
+    case("falcon-1", ridge=1e6, shape=(1, 100, 1, 1, 128, 128)),
+    case("falcon-1", beta=2.0, ridge=1e-3, shape=(1, 200, 1, 1, 128, 128)),
+    case("delta", shape=(3, 1, 2, 2, 128, 128), state=True, ridge=0.5),
+    case("delta", {}, shape=(1, 63, 2, 2, 64, 64), no_gates=True),
+]
+
+
+class TestOnHopper:
+    pytestmark = gpu
+
+    @pytest.fixture(autouse=True)
+    def taken(self, monkeypatch):
+        """Fails where the plain kernels would run."""
+        if torch.cuda.get_device_capability()[0] != 9:
+            pytest.skip("needs a Hopper device")
+        monkeypatch.setattr(launch_solve, "PLAIN", None)
+
+    @pytest.mark.parametrize("test", ON_HOPPER, ids=str)
+    def test_bfloat16(self, test):
+        check(test, torch.bfloat16, "cuda")
+
+    @pytest.mark.parametrize("test", [ON_HOPPER[0], ON_HOPPER[5]], ids=str)
+    def test_float16(self, test):
+        check(test, torch.float16, "cuda")
+
+    @pytest.mark.parametrize("shape", [(1, 700, 1, 1, 128, 128), (2, 400, 1, 2, 64, 64)], ids=str)
+    @pytest.mark.parametrize("rule", ["falcon-1", "delta"])
+    def test_sequences_in_pieces(self, rule, shape, monkeypatch):
+        monkeypatch.setattr(launch_hopper, "walk_of", lambda where, _: launch.Walk(where, 3, -(-where.chunks // 3)))
+        check(case(rule, shape=shape, state=True, ridge=0.3), torch.bfloat16, "cuda")
+
+    def test_repeated_keys(self):
+        """The inverse is worst conditioned where keys repeat and gains are near 2."""
+        import fastweight as fw
+        from fastweight.kernels import dispatch
+
+        random = torch.Generator("cuda").manual_seed(0)
+        key = torch.nn.functional.normalize(torch.randn(1, 1, 1, 128, device="cuda", generator=random), dim=-1)
+        q, v = torch.randn(2, 1, 128, 1, 128, device="cuda", generator=random).bfloat16()
+        k = key.expand(1, 128, 1, 128).bfloat16().contiguous()
+        beta = torch.full((1, 128, 1), 1.9, device="cuda")
+        o, _ = dispatch.scan(q, k, v, beta, None, fw.RULES["falcon-1"])
+        q, k, v, beta = (tensor.double() for tensor in (q, k, v, beta))
+        expected, _ = fw.fast_weight_attention(q, k, v, beta, None, "falcon-1", form="recurrent", backend="torch")
+        assert (o.double() - expected).norm() <= 1.2e-2 * expected.norm()
