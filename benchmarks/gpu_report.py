@@ -198,7 +198,7 @@ def draw(path: Path, found: dict[str, Any]) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(15, 6.5), width_ratios=(1, 1.25))
+    figure, (left, right) = plt.subplots(1, 2, figsize=(15, 9), width_ratios=(1, 1.25))
     _roof(left, found)
     _bars(right, found)
     where = found["machine"]
@@ -212,7 +212,7 @@ def _roof(axes: Any, found: dict[str, Any]) -> None:
     rates = found["ceilings"]
     bandwidth, peak = rates["copy_bytes_per_s"] / 1e12, rates["bf16_flop_per_s"] / 1e12
     ridge = peak / bandwidth
-    axes.plot([20, ridge, 600], [20 * bandwidth, peak, peak], color="black", linewidth=1.2)
+    axes.plot([30, ridge, 400], [30 * bandwidth, peak, peak], color="black", linewidth=1.2)
     colours = dict(zip(OPS, ("#2a7f62", "#1f5fa8", "#d98e04", "#b0413e", "#7b4ea3", "#4d6b2f"), strict=True))
     for row in found["rows"]:
         case = CASES[row["op"]]
@@ -231,6 +231,9 @@ def _roof(axes: Any, found: dict[str, Any]) -> None:
     axes.scatter([], [], marker="s", color="grey", label="forward + backward")
     axes.set_xscale("log")
     axes.set_yscale("log")
+    axes.minorticks_off()
+    axes.set_xticks([30, 60, 100, 200, 400], ["30", "60", "100", "200", "400"])
+    axes.set_yticks([25, 50, 100, 200, 400, 800], ["25", "50", "100", "200", "400", "800"])
     axes.set_xlabel("operations per byte that must move")
     axes.set_ylabel("TFLOP/s achieved")
     axes.set_title(f"Roof: {bandwidth:.2f} TB/s and {peak:.0f} TFLOP/s, measured in the run", fontsize=10)
