@@ -58,10 +58,12 @@ def test_the_commands_are_these() -> None:
         "bench",
         "demo",
         "eval addition",
+        "eval ppl",
         "generate",
         "info",
         "prepare",
         "train addition",
+        "train lm",
     ]
 
 
@@ -82,7 +84,7 @@ def test_help_has_an_example_that_starts_with_the_command(words: list[str]) -> N
         (["train", "addition", "--set", "training.stepz=1"], "did you mean training.steps"),
         (["eval", "addition", "missing"], "expected a directory written by `fastweight train`"),
         (["eval", "addition", "missing", "--widths", "a-b"], "--widths: got 'a-b'"),
-        (["generate", "missing", "1+1="], "expected a directory written by `fastweight train`"),
+        (["generate", "missing", "1+1="], "expected a run directory or a checkpoint"),
     ],
 )
 def test_mistakes_end_in_one_readable_message(

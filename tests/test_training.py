@@ -19,7 +19,8 @@ from fastweight.tasks.addition import IGNORE, AdditionBatches
 from fastweight.tasks.scoring import Score
 from fastweight.training import newest_complete_checkpoint, train, trainer
 from fastweight.training.callbacks import METRICS, keep_until
-from fastweight.training.model import build_model, decayed_parameters
+from fastweight.training.groups import decayed_parameters
+from fastweight.training.model import build_model
 
 TINY = {
     "name": "tiny",

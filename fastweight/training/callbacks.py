@@ -1,14 +1,17 @@
 """What a training run tells: a progress bar, metrics.jsonl, validation scores; and the mark of a complete checkpoint.
 
 metrics.jsonl holds one JSON object a line: {"step", "loss", "grad_norm", "learning_rate", "steps_per_second",
-"tokens_per_second"} every log_every steps (mean loss since the line before, gradient norm before clipping, tokens with
-padding) and {"step", "validation": {...}} at validations. Lines after the checkpoint from which a run goes on are
-dropped, so that steps are unique. Trap: the Trainer hides a loss that is not finite from its averages by default; here
-it ends the run with an error instead.
+"tokens_per_second", "mfu", "peak_memory_gib"} every log_every steps and at every checkpoint (mean loss since the line
+before, gradient norm before clipping, tokens of all processes, padding included, no mfu where it is not known; see
+throughput.py) and {"step", "validation": {...}} at validations. Lines after the checkpoint from which a run goes on are
+dropped, so that steps are unique, and because a line is written at every checkpoint, no mean begins before it: what is
+written after going on is what would have been written anyway. Trap: the Trainer hides a loss that is not finite from
+its averages by default; here it ends the run with an error instead.
 """
 
 import json
 import math
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,8 +23,23 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers import TrainerCallback
 
 from fastweight.recipes.rundir import mark_complete
+from fastweight.training.throughput import Meter, in_words
 
 METRICS = "metrics.jsonl"
+LOGGED = ("loss", "grad_norm", "learning_rate", "steps_per_second", "tokens_per_second", "mfu", "peak_memory_gib")
+
+
+class Stops(TrainerCallback):
+    """Ends the run after step `last`, if that is before the recipe's end, and logs whenever there is a checkpoint."""
+
+    def __init__(self, last: int) -> None:
+        self.last = last
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step >= self.last:
+            control.should_training_stop = control.should_save = True
+        if control.should_save:
+            control.should_log = True
 
 
 class CompleteCheckpoints(TrainerCallback):
@@ -37,8 +55,8 @@ class CompleteCheckpoints(TrainerCallback):
 class ProgressBar(TrainerCallback):
     """A bar with steps, rate, time left and the last loss, on process 0; in a file, a line every tenth of the way."""
 
-    def __init__(self, title: str, console: Console) -> None:
-        self.title = title
+    def __init__(self, title: str, console: Console, last: int) -> None:
+        self.title, self.last = title, last
         columns = [
             TextColumn("{task.description}"),
             BarColumn(),
@@ -56,22 +74,22 @@ class ProgressBar(TrainerCallback):
         if state.is_world_process_zero:
             self.progress.start()
             self.task = self.progress.add_task(
-                self.title, total=state.max_steps, completed=state.global_step, rate="", last=""
+                self.title, total=self.last, completed=state.global_step, rate="", last=""
             )
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.is_world_process_zero:
             rate = (state.global_step - self.first_step) / max(time.monotonic() - self.started, 1e-9)
             self.progress.update(self.task, completed=state.global_step, rate=f"{rate:.1f} steps/s")
-            tenth = max(state.max_steps // 10, 1)
+            tenth = max(self.last // 10, 1)
             if not self.progress.console.is_terminal and state.global_step % tenth == 0:
-                left = (state.max_steps - state.global_step) / rate
-                done = f"step {state.global_step} of {state.max_steps}, {rate:.1f} steps/s, {left:.0f} s left"
+                left = (self.last - state.global_step) / rate
+                done = f"step {state.global_step} of {self.last}, {rate:.1f} steps/s, {left:.0f} s left"
                 self.progress.console.print(f"{self.title}: {done}", highlight=False, soft_wrap=True)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
         if state.is_world_process_zero and logs and "loss" in logs:
-            self.progress.update(self.task, last=f"loss {logs['loss']:.3f}")
+            self.progress.update(self.task, last=f"loss {logs['loss']:.3f}, {in_words(logs)}")
 
     def close(self) -> None:
         """Give the terminal back, also after an interruption."""
@@ -85,7 +103,6 @@ class Metrics(TrainerCallback):
         self.path = path
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._restart_clock(state)
         if state.is_world_process_zero:
             keep_until(self.path, state.global_step)
 
@@ -97,16 +114,7 @@ class Metrics(TrainerCallback):
                 f"The loss is {logs['loss']} at step {state.global_step}; the last complete checkpoint is untouched. "
                 "Lower optimizer.learning_rate or use training.precision=fp32."
             )
-        seconds = max(time.monotonic() - self.clock, 1e-9)
-        line = {"step": state.global_step} | {k: logs[k] for k in ("loss", "grad_norm", "learning_rate") if k in logs}
-        line["steps_per_second"] = round((state.global_step - self.last_step) / seconds, 2)
-        line["tokens_per_second"] = round((state.num_input_tokens_seen - self.last_tokens) / seconds)
-        self._restart_clock(state)
-        self.write(state, line)
-
-    def _restart_clock(self, state: Any) -> None:
-        self.clock, self.last_step = time.monotonic(), state.global_step
-        self.last_tokens = state.num_input_tokens_seen
+        self.write(state, {"step": state.global_step} | {key: logs[key] for key in LOGGED if key in logs})
 
     def write(self, state: Any, line: dict[str, Any]) -> None:
         """Append one line, on process 0 only."""
@@ -115,21 +123,48 @@ class Metrics(TrainerCallback):
                 file.write(json.dumps(line) + "\n")
 
 
+class Clock(TrainerCallback):
+    """Starts the meter with the training, and again after each checkpoint."""
+
+    def __init__(self, meter: Meter) -> None:
+        self.meter = meter
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.meter.restart(state.global_step)
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.meter.restart(state.global_step)
+
+
 class Validation(TrainerCallback):
-    """Scores the model on held-out problems every `every` steps and at the end, into the metrics.
+    """Scores the model on held-out data every `every` steps and at the end, into the metrics and to other trackers.
 
     Args:
         score: from the model to a dictionary of figures.
         every: optimizer steps; 0 means never.
+        metrics, meter: where figures go, and whose clock stands still meanwhile.
+        log: the Trainer's, which tells the other trackers.
     """
 
-    def __init__(self, score: Callable[[Any], dict[str, float]], every: int, metrics: Metrics) -> None:
-        self.score, self.every, self.metrics = score, every, metrics
+    def __init__(
+        self,
+        score: Callable[[Any], dict[str, float]],
+        every: int,
+        metrics: Metrics,
+        meter: Meter,
+        log: Callable[[dict[str, float]], None],
+    ) -> None:
+        self.score, self.every, self.metrics, self.meter, self.log = score, every, metrics, meter, log
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        due = self.every and (state.global_step % self.every == 0 or state.global_step >= state.max_steps)
-        if due:
-            self.metrics.write(state, {"step": state.global_step, "validation": self.score(model)})
+        if not self.every or (state.global_step % self.every and not control.should_training_stop):
+            return
+        with self.meter.paused():
+            figures = self.score(model)
+        self.metrics.write(state, {"step": state.global_step, "validation": figures})
+        due = control.should_log
+        self.log({f"eval_{name}": value for name, value in figures.items()})
+        control.should_log = due  # logging has taken it down, but the loss of this step is still to come
 
 
 def keep_until(path: Path, step: int) -> None:
@@ -143,4 +178,6 @@ def keep_until(path: Path, step: int) -> None:
                 kept.append(line)
         except (ValueError, KeyError, TypeError):
             continue
-    path.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+    os.replace(partial, path)

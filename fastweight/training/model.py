@@ -9,32 +9,54 @@ from typing import Any
 
 import torch
 
-from fastweight.layers.parts import no_weight_decay
 from fastweight.models import FastWeightConfig, FastWeightForCausalLM
 from fastweight.recipes import AdditionTask, Run
 from fastweight.tasks.addition import VOCAB_SIZE
 
 
-def config_of(run: Run) -> FastWeightConfig:
-    """The model configuration of a run; ValueError for a setting that FastWeightConfig does not have."""
-    settings: dict[str, Any] = ({"vocab_size": VOCAB_SIZE} if isinstance(run.task, AdditionTask) else {}) | run.model
+def config_of(run: Run, vocab_size: int | None = None, end_of_text: int | None = None) -> FastWeightConfig:
+    """The model configuration of a run.
+
+    Args:
+        vocab_size: of the data's tokenizer; the recipe may name a larger one (padding), not a smaller one.
+        end_of_text: id that ends documents, and generation.
+
+    Raises ValueError for a setting that FastWeightConfig does not have, and for a vocabulary that is too small.
+    """
+    if isinstance(run.task, AdditionTask):
+        vocab_size = VOCAB_SIZE
+    given = {"vocab_size": vocab_size} if vocab_size is not None else {}
+    if end_of_text is not None:
+        given |= {"eos_token_id": end_of_text, "bos_token_id": end_of_text, "pad_token_id": end_of_text}
+    settings: dict[str, Any] = given | run.model
     known = [name for name in vars(FastWeightConfig)["__annotations__"] if not name.startswith("_")]
     for name in settings:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f" (did you mean model.{near[0]}?)" if near else ""
             raise ValueError(f"model.{name}: unknown setting{hint}; expected one of {', '.join(known)}")
-    return FastWeightConfig(**settings)
+    config = FastWeightConfig(**settings)
+    if vocab_size is not None and config.vocab_size < vocab_size:
+        raise ValueError(
+            f"model.vocab_size: got {config.vocab_size}, expected at least the {vocab_size} of the data's tokenizer"
+        )
+    return config
 
 
-def build_model(run: Run) -> Any:
-    """A new model whose parameters depend on the recipe and its seed alone; the global generator is left as it was."""
+def build_model(run: Run, config: FastWeightConfig | None = None) -> Any:
+    """A new model whose parameters depend on the recipe and its seed alone; the global generator is left as it was.
+
+    Seeded in float32 whatever the precision, then rounded for "bf16-weights" (gates are not). With engine.compile its
+    blocks are compiled when they are first called.
+    """
     with torch.random.fork_rng():
         torch.manual_seed(run.training.seed)
-        return FastWeightForCausalLM(config_of(run))
-
-
-def decayed_parameters(model: torch.nn.Module) -> list[str]:
-    """Names of the parameters with weight decay: matrices, without those that the layers exempt (gates, norms)."""
-    exempt = set(no_weight_decay(model))
-    return [name for name, value in model.named_parameters() if value.ndim >= 2 and name not in exempt]
+        model: Any = FastWeightForCausalLM(config_of(run) if config is None else config)
+    if run.training.precision == "bf16-weights":
+        model = model.to(torch.bfloat16)
+    if run.engine.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if run.engine.compile:
+        for block in model.model.layers:
+            block.compile()
+    return model

@@ -1,13 +1,14 @@
-"""A `Run` and a directory into a trained model, through transformers.Trainer: the one place that knows its settings.
+"""A `Run` and a directory into a trained model, through transformers.Trainer.
 
-    run_dir/run.json         the resolved recipe and the number of processes
+    run_dir/run.json         the resolved recipe, the number of processes, the fingerprint of the data
     run_dir/metrics.jsonl    see callbacks.py
-    run_dir/checkpoint-N/    model, optimizer, schedule, random state, and complete.json when all of it is there
+    run_dir/tensorboard/     the same for TensorBoard, when the run reports there
+    run_dir/checkpoint-N/    model, tokenizer, optimizer, schedule, random state, and complete.json when all is there
 
 Started on a directory that holds the same run, `train` goes on from the newest complete checkpoint and ends with the
-same parameters, bit for bit on one process, as a run that was never interrupted. Traps: the micro-batch, not the
-problem, is the dataset's item, so per_device_train_batch_size is 1 and the collator only unwraps; several GPUs need
-torchrun (one process uses one device, never DataParallel).
+same parameters, bit for bit on one process, as a run that was never interrupted. Traps: items of a dataset are in the
+order in which they are seen, so the sampler is sequential; several GPUs need torchrun (see docs/guides/train-lm.md);
+stopping early leaves the schedule as the recipe has it, so that the run can go on.
 """
 
 import os
@@ -18,22 +19,47 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback
+from transformers.integrations.integration_utils import TensorBoardCallback
 from transformers.trainer_callback import PrinterCallback
 from transformers.utils import logging
 
-from fastweight.recipes import AdditionTask, Run, rundir, to_dict
-from fastweight.tasks.addition import AdditionBatches, held_out
-from fastweight.tasks.scoring import score
-from fastweight.training.callbacks import METRICS, CompleteCheckpoints, Metrics, ProgressBar, Validation
-from fastweight.training.model import build_model, decayed_parameters
+from fastweight.models.cost import flops_per_token
+from fastweight.recipes import Optimizer, Run, rundir, to_dict
+from fastweight.training.arguments import micro_batches_of, report_of, training_arguments
+from fastweight.training.callbacks import METRICS, Clock, CompleteCheckpoints, Metrics, ProgressBar, Stops, Validation
+from fastweight.training.groups import parameter_groups
+from fastweight.training.material import Material, material_of
+from fastweight.training.model import build_model, config_of
+from fastweight.training.throughput import Meter, peak_flops
 
 
 class RunTrainer(Trainer):
-    """Trainer whose weight decay follows the marks on the layers, and who knows that a tied matrix is stored once."""
+    """Trainer with the groups of groups.py, rates in its logs, and knowledge that a tied matrix is stored once."""
 
-    def get_decay_parameter_names(self, model: torch.nn.Module) -> list[str]:
-        return decayed_parameters(model)
+    def __init__(self, *args: Any, settings: Optimizer, meter: Meter, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.settings, self.meter = settings, meter
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        if self.optimizer is None:
+            model = self.model if model is None else model
+            kind, arguments = self.get_optimizer_cls_and_kwargs(self.args, model)
+            self.optimizer = kind(parameter_groups(model, self.settings), **arguments)
+        return self.optimizer
+
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self.meter.tokens += inputs["input_ids"].numel()
+        return super().training_step(model, inputs, *args, **kwargs)
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        if "loss" in logs:
+            tokens = self.meter.tokens
+            if self.meter.num_processes > 1:
+                count: Any = self.accelerator.reduce(torch.tensor(tokens, device=self.args.device))
+                tokens = int(count)
+            logs |= self.meter.read(self.state.global_step, tokens)
+        super().log(logs, *args, **kwargs)
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         # The second name of a tied matrix is not in the file, which the Trainer would report as missing.
@@ -43,115 +69,111 @@ class RunTrainer(Trainer):
 
 
 def train(
-    run: Run, run_dir: Path, *, allow_changes: bool = False, console: Console | None = None, model: Any = None
+    run: Run,
+    run_dir: Path,
+    *,
+    max_steps: int | None = None,
+    allow_changes: bool = False,
+    console: Console | None = None,
+    model: Any = None,
 ) -> Path:
     """Train to the end, or go on from where `run_dir` stands; returns the last checkpoint.
 
     Args:
         run: the recipe, resolved.
         run_dir: for checkpoints and metrics; made when missing.
+        max_steps: stop after this step with a checkpoint, the schedule being that of the whole run; a later call
+            without it goes on. None, or more than the recipe has, means to the end.
         allow_changes: go on although settings differ from the run that `run_dir` holds.
         console: where messages and the progress bar go.
         model: instead of the one the recipe describes.
 
-    Raises ValueError when `run_dir` holds a run with other settings.
+    Raises ValueError when `run_dir` holds a run with other settings or other data, and for settings that exclude
+    each other.
     """
-    console = console or Console(stderr=True)
-    record = {"run": to_dict(run), "processes": int(os.environ.get("WORLD_SIZE", "1"))}
-    accumulation = micro_batches_of(run, record["processes"]) // record["processes"]
+    if max_steps is not None and max_steps < 1:
+        raise ValueError(f"max_steps: got {max_steps}, expected at least 1")
+    console, processes = console or Console(stderr=True), int(os.environ.get("WORLD_SIZE", "1"))
+    last = min(run.training.steps, max_steps or run.training.steps)
+    accumulation, material = micro_batches_of(run, processes) // processes, material_of(run)
+    record = {"run": to_dict(run), "processes": processes, "data": material.source}
     start = _starting_point(run_dir, record, allow_changes, console)
-    if start is not None and rundir.steps_of(start) >= run.training.steps:
+    if start is not None and rundir.steps_of(start) >= last:
         console.print(f"{run_dir} is trained already ({start.name}).", highlight=False)
         return start
-    if start is not None:
-        console.print(f"Going on from {start}.", highlight=False, soft_wrap=True)
-    model = build_model(run) if model is None else model
+    _announce(console, run, start, last)
+    if model is None:
+        model = build_model(run, config_of(run, material.vocab_size, material.end_of_text))
+    trainer = build_trainer(run, run_dir, accumulation, model, material, last)
     if os.environ.get("RANK", "0") == "0":
         run_dir.mkdir(parents=True, exist_ok=True)
         rundir.set_aside_incomplete(run_dir)
         rundir.write_json(run_dir / rundir.RUN_RECORD, record)
-    trainer = build_trainer(run, run_dir, accumulation, model)
-    bar = ProgressBar(f"{run.name} {run.model.get('mixer', '')}".strip(), console)
+    for tracker in _tensorboard(run, run_dir, start):
+        trainer.add_callback(tracker)
+    bar = ProgressBar(f"{run.name} {run.model.get('mixer', '')}".strip(), console, last)
     trainer.add_callback(bar)
     with _one_bar(), _cpu_threads(run.training.threads):
         try:
             trainer.train(resume_from_checkpoint=None if start is None else str(start))
         finally:
             bar.close()
-    return run_dir / f"checkpoint-{run.training.steps}"
+    return run_dir / f"checkpoint-{last}"
 
 
-def micro_batches_of(run: Run, num_processes: int) -> int:
-    """Micro-batches of one optimizer step, over all processes; ValueError when the processes cannot share them."""
-    settings = run.training
-    micro_batches = settings.batch_size // (settings.micro_batch_size or settings.batch_size)
-    if micro_batches % num_processes:
-        raise ValueError(
-            f"training.micro_batch_size: got {settings.micro_batch_size} ({micro_batches} micro-batches a step), "
-            f"expected a multiple of {num_processes} micro-batches, one or more for each process"
-        )
-    return micro_batches
-
-
-def build_trainer(run: Run, run_dir: Path, accumulation: int, model: Any) -> Trainer:
-    """The Trainer of a run, ready to train; `accumulation` micro-batches a step on each process."""
-    task, settings = _addition(run), run.training
-    micro_batch = settings.micro_batch_size or settings.batch_size
-    num_items = settings.steps * (settings.batch_size // micro_batch)
-    metrics = Metrics(run_dir / METRICS)
+def build_trainer(
+    run: Run, run_dir: Path, accumulation: int, model: Any, material: Material | None = None, last: int | None = None
+) -> Trainer:
+    """The Trainer of a run, ready to train: `accumulation` micro-batches a step on each process, until step `last`."""
+    material = material_of(run) if material is None else material
+    args = training_arguments(run, run_dir, accumulation, material.items)
+    metrics, meter = Metrics(run_dir / METRICS), _meter(run, model, material)
     trainer = RunTrainer(
         model=model,
-        args=training_arguments(run, run_dir, accumulation),
-        train_dataset=AdditionBatches(task.train_widths, micro_batch, num_items, settings.seed, task.layout),
-        data_collator=_only_item,
-        callbacks=[metrics, Validation(_validator(run), settings.validate_every, metrics), CompleteCheckpoints()],
+        args=args,
+        train_dataset=material.train,
+        data_collator=material.collate,
+        processing_class=material.tokenizer,
+        callbacks=[Stops(last or run.training.steps), metrics, CompleteCheckpoints(), Clock(meter)],
+        settings=run.optimizer,
+        meter=meter,
     )
+    trainer.add_callback(Validation(material.validate, run.training.validate_every, metrics, meter, trainer.log))
     assert trainer.model_accepts_loss_kwargs, "the model must normalise its loss by num_items_in_batch"
     trainer.remove_callback(PrinterCallback)
     return trainer
 
 
-def training_arguments(run: Run, run_dir: Path, accumulation: int) -> TrainingArguments:
-    """The settings of transformers.Trainer that follow from a run."""
-    settings = run.training
-    args = TrainingArguments(
-        output_dir=str(run_dir),
-        max_steps=settings.steps,
-        per_device_train_batch_size=1,
-        gradient_accumulation_steps=accumulation,
-        train_sampling_strategy="sequential",
-        ddp_find_unused_parameters=False,
-        bf16=settings.precision == "bf16",
-        use_cpu=settings.device == "cpu",
-        seed=settings.seed,
-        logging_steps=settings.log_every,
-        logging_nan_inf_filter=False,
-        include_num_input_tokens_seen="all",
-        save_steps=settings.checkpoint_every,
-        save_total_limit=settings.keep_checkpoints,
-        dataloader_pin_memory=torch.cuda.is_available() and settings.device == "auto",
-        disable_tqdm=True,
-        report_to=[],
-        **_optimizer_arguments(run),
+def _meter(run: Run, model: Any, material: Material) -> Meter:
+    length, on_gpu = material.sequence_length, torch.cuda.is_available() and run.training.device == "auto"
+    half = run.training.precision != "fp32"
+    return Meter(
+        flops_per_token(model.config, length) if length is not None and on_gpu else None,
+        peak_flops(torch.cuda.get_device_name()) if on_gpu and half else None,
+        int(os.environ.get("WORLD_SIZE", "1")),
     )
-    if args.n_gpu > 1:
-        args._n_gpu = 1  # one process, one device: the Trainer would wrap the model in DataParallel
-    return args
 
 
-def _optimizer_arguments(run: Run) -> dict[str, Any]:
-    optimizer = run.optimizer
-    return {
-        "optim": "adamw_torch_fused",
-        "learning_rate": optimizer.learning_rate,
-        "adam_beta1": optimizer.betas[0],
-        "adam_beta2": optimizer.betas[1],
-        "adam_epsilon": optimizer.eps,
-        "weight_decay": optimizer.weight_decay,
-        "max_grad_norm": optimizer.clip,
-        "lr_scheduler_type": "cosine",
-        "warmup_steps": optimizer.warmup_steps,
-    }
+def _tensorboard(run: Run, run_dir: Path, start: Path | None) -> list[TrainerCallback]:
+    """TensorBoard on process 0, when the run reports there; what came after the checkpoint is dropped there too."""
+    if report_of(run) != "tensorboard" or os.environ.get("RANK", "0") != "0":
+        return []
+    from torch.utils.tensorboard import SummaryWriter
+
+    first = None if start is None else rundir.steps_of(start) + 1
+    return [TensorBoardCallback(SummaryWriter(str(run_dir / "tensorboard"), purge_step=first))]
+
+
+def _announce(console: Console, run: Run, start: Path | None, last: int) -> None:
+    if start is not None:
+        console.print(f"Going on from {start}.", highlight=False, soft_wrap=True)
+    if last < run.training.steps:
+        console.print(
+            f"Stopping after step {last} of {run.training.steps}; the learning rate follows the schedule of the whole "
+            "run, and the same command without --max-steps goes on.",
+            highlight=False,
+            soft_wrap=True,
+        )
 
 
 def _starting_point(run_dir: Path, record: dict[str, Any], allow_changes: bool, console: Console) -> Path | None:
@@ -186,30 +208,3 @@ def _cpu_threads(number: int | None) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def _only_item(items: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    (item,) = items
-    return item
-
-
-def _validator(run: Run) -> Any:
-    """From a model to exact match by width and their mean, on held-out problems of the training widths."""
-    task = _addition(run)
-    low, high = task.train_widths
-    batches = [
-        held_out(width, task.validation_problems, task.test_seed, stream="validation") for width in range(low, high + 1)
-    ]
-
-    def validate(model: Any) -> dict[str, float]:
-        scores = [score(model, batch, generate=False) for batch in batches]
-        by_width = {f"exact_{s.width}": s.exact for s in scores}
-        return {"exact": sum(s.exact for s in scores) / len(scores)} | by_width
-
-    return validate
-
-
-def _addition(run: Run) -> AdditionTask:
-    if not isinstance(run.task, AdditionTask):
-        raise ValueError(f"task.kind: got {run.task.kind!r}, expected 'addition'")
-    return run.task
