@@ -39,7 +39,7 @@ def speaks() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def need(package: str, what: str) -> None:
-    """End with one line when a package of the `train` extra is missing."""
+def need(package: str, what: str, extra: str = "train") -> None:
+    """End with one line when a package of an extra is missing."""
     if importlib.util.find_spec(package) is None:
-        raise ValueError(f'{what} needs {package}, which is not installed: pip install "fastweight[train]"')
+        raise ValueError(f'{what} needs {package}, which is not installed: pip install "fastweight[{extra}]"')

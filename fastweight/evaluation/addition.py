@@ -12,13 +12,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers.utils import logging
-
-from fastweight.models import FastWeightForCausalLM
+from fastweight.evaluation.checkpoint import checkpoint_of, load_model
 from fastweight.recipes import AdditionTask, Run
 from fastweight.recipes.loader import build_run
-from fastweight.recipes.rundir import RUN_RECORD, newest_complete_checkpoint
+from fastweight.recipes.rundir import RUN_RECORD
 from fastweight.tasks.addition import decode, encode, held_out
 from fastweight.tasks.scoring import Score, generate_answers, score
 
@@ -56,22 +53,7 @@ def find_checkpoint(path: Path, say: Callable[[str], None] = print) -> tuple[Pat
     if not (run_dir / RUN_RECORD).is_file():
         raise ValueError(f"run_dir: got {path}, expected a directory written by `fastweight train` (no {RUN_RECORD})")
     run = build_run(json.loads((run_dir / RUN_RECORD).read_text(encoding="utf-8"))["run"])
-    checkpoint = path if path != run_dir else newest_complete_checkpoint(run_dir, say)
-    if checkpoint is None:
-        raise ValueError(f"run_dir: {path} has no complete checkpoint yet, expected at least one")
-    return checkpoint, run
-
-
-def load_model(checkpoint: Path) -> Any:
-    """The model of a checkpoint, in eval mode, on the GPU if there is one."""
-    bars = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        model: Any = FastWeightForCausalLM.from_pretrained(checkpoint)
-        return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
-    finally:
-        if bars:
-            logging.enable_progress_bar()
+    return path if path != run_dir else checkpoint_of(run_dir, say), run
 
 
 def evaluate(
