@@ -279,17 +279,25 @@ def test_no_tokens_return_the_state():
 
 
 @interpreted
-def test_compiles_whole():
-    """One graph, no break, values and gradients the same; a second length compiles once more at most."""
-    test = case("falcon-1", shape=(1, 5, 1, 1, 16, 16))
-    inputs, around = make(test, torch.float32, "cpu"), surroundings(test, "cpu")
-    pull = torch.ones(1, 5, 1, 16), torch.ones(1, 1, 16, 16)
-    rule = rule_of(test)
-    compiled = torch.compile(lambda leaves: kernel(test, leaves, around, rule), fullgraph=True, backend="aot_eager")
-    expected = outcome(kernel, test, inputs, around, pull)
-    got = outcome(lambda _test, leaves, _around: compiled(leaves), test, inputs, around, pull)
-    for name, value in expected.items():
-        assert torch.equal(got[name], value), name
+def test_compiles_whole_and_not_again_for_every_length():
+    """One graph, no break, values and gradients the same; a second length compiles once more, the others not at all.
+
+    (Lengths of at most one chunk would be a graph of their own: torch.compile tells a size of 1 from the others.)
+    """
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    any_length, rule, nothing = case("falcon-1"), fw.RULES["falcon-1"], (None, None, None)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(lambda leaves: kernel(any_length, leaves, nothing, rule), fullgraph=True, backend=counter)
+    for T in (65, 70, 129):
+        test = case("falcon-1", shape=(1, T, 1, 1, 16, 16))
+        inputs, around = make(test, torch.float32, "cpu"), surroundings(test, "cpu")
+        pull = torch.ones(1, T, 1, 16), torch.ones(1, 1, 16, 16)
+        expected = outcome(kernel, test, inputs, around, pull)
+        got = outcome(lambda _test, leaves, _around: compiled(leaves), test, inputs, around, pull)
+        for name, value in expected.items():
+            assert torch.equal(got[name], value), name
+    assert counter.frame_count <= 2
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this is that process")
