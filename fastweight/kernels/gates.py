@@ -75,7 +75,7 @@ def step_gradient(
     d_ridge = d_alpha * eta
     if DIRECT:
         d_beta = tl.where(writes, d_eta, 0.0)
-        d_energy = tl.zeros_like(d_beta)
+        d_energy = tl.where(writes, 0.0, 0.0)  # zeros in the layout of d_beta, which Gluon asks for
     else:
         d_beta = tl.where(writes, d_eta * (1 / tl.where(writes, denominator, 1.0)), 0.0)
         d_energy = -d_beta * eta
