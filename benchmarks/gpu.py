@@ -1,13 +1,13 @@
 """Times the GPU kernels beside their peers: `python -m benchmarks.gpu` prints tables and writes them with a picture.
 
-Every case runs in a process of its own (benchmarks.gpu_worker). All of them import and compile side by side; then they
-measure one at a time, in two rounds, the second in reverse order. A row is values and all gradients against the float64
-recurrence first, then medians of CUDA events over the whole op, from (q, k, v, beta, gate) to o, without gradients and
-through autograd. The floor is the larger of bytes over the copy rate and operations over the matrix rate, both measured
-in the same run.
+Every case runs in a process of its own (benchmarks.gpu_worker). All of them import, compile and compare values and
+gradients with the float64 recurrence side by side; then they measure one at a time, in two rounds, the second in
+reverse order: medians of CUDA events over the whole op, from (q, k, v, beta, gate) to o, without gradients and through
+autograd. The floor is the larger of bytes over the copy rate and operations over the matrix rate, both measured in the
+same run.
 
-Traps: a case that does not answer within its time box is killed and listed as such; cases that tune for minutes are
-stopped while others measure, and go on afterwards until the deadline. Results are on disk after every row.
+Traps: whoever still compiles or tunes is stopped while another measures, and goes on afterwards, until the deadline. A
+case that does not answer within its time box is killed and listed as such. Results are on disk after every row.
 """
 
 import argparse
@@ -34,6 +34,7 @@ from benchmarks.gpu_worker import DECODE, milliseconds
 
 BOX = 25.0  # seconds one measurement may take
 ROUNDS = 2
+DRAIN = 0.15  # seconds for what a stopped process has queued on the device
 WORKER = (sys.executable, "-m", "benchmarks.gpu_worker")
 
 
@@ -42,7 +43,7 @@ class Child:
 
     def __init__(self, label: str, numbers: list[int], cache: str) -> None:
         self.label, self.numbers, self.slow = label, numbers, label != DECODE and CASES[label].slow
-        self.said = queue.Queue[dict[str, Any]]()
+        self.warm, self.said = False, queue.Queue[dict[str, Any]]()
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (lives as long as the child)
         self.process = subprocess.Popen(
             [*WORKER, label, *map(str, numbers)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log,
@@ -57,16 +58,23 @@ class Child:
                 self.said.put(json.loads(line[1:]))
         self.said.put({"kind": "end"})
 
+    @property
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
     def hold(self, stopped: bool) -> None:
-        if self.process.poll() is None:
+        if self.alive:
             self.process.send_signal(signal.SIGSTOP if stopped else signal.SIGCONT)
 
     def go(self) -> None:
-        if self.process.stdin is not None and self.process.poll() is None:
-            self.process.stdin.write("go\n")
-            self.process.stdin.flush()
+        if self.process.stdin is not None and self.alive:
+            with contextlib.suppress(BrokenPipeError):  # it ended just now: `until` will say so
+                self.process.stdin.write("go\n")
+                self.process.stdin.flush()
 
     def close(self) -> None:
+        if self.log.closed:
+            return
         self.process.kill()
         self.process.wait()
         self.listener.join()
@@ -82,12 +90,14 @@ class Child:
                 said = self.said.get(timeout=max(0.0, end - time.monotonic()))
             except queue.Empty:
                 self.process.kill()
+                self.process.wait()
                 return {"failed": "out of time"}
             if said["kind"] == "end":
                 self.log.seek(0)
                 return {"failed": self.log.read().strip()[-300:] or "the process ended"}
             report.take(said)
-            if said.pop("kind") == kind:
+            self.warm |= said["kind"] == "warm"
+            if said["kind"] == kind:
                 return said
 
 
@@ -99,23 +109,24 @@ class Report:
         self.found: dict[str, Any] = {"machine": machine(), "rows": [], "decode": [], "first_call_s": {}}
 
     def take(self, said: dict[str, Any]) -> None:
-        if said["kind"] == "first":
-            self.found["first_call_s"][said["label"]] = said["seconds"]
-        elif said["kind"] == "decode":
-            self.found["decode"].append({key: value for key, value in said.items() if key != "kind"})
+        kind, label = said["kind"], said["label"]
+        what = {key: value for key, value in said.items() if key not in ("kind", "label", "shape")}
+        if kind == "first":
+            self.found["first_call_s"][label] = what["seconds"]
+        elif kind == "decode":
+            self.found["decode"].append({"label": label} | what)
             self.tell(gpu_report.decode_line(said))
+        elif kind in ("checked", "row") and label != DECODE:
+            self.row(label, said["shape"], what)
 
-    def row(self, label: str, number: int, said: dict[str, Any]) -> None:
-        """A row of a case at a shape, joined with that of the round before."""
-        shape = list(SHAPES[number])
-        said = {key: value for key, value in said.items() if key not in ("label", "shape", "kind")}
-        for row in self.found["rows"]:
-            if (row["op"], row["shape"]) == (label, shape):
-                gpu_report.join(row, said)
-                break
-        else:
-            row = {"op": label, "shape": shape} | said
+    def row(self, label: str, shape: Iterable[int], what: dict[str, Any]) -> None:
+        """Joins what is new about a case at a shape with what is known."""
+        known = (row for row in self.found["rows"] if (row["op"], row["shape"]) == (label, list(shape)))
+        row = next(known, None)
+        if row is None:
+            row = {"op": label, "shape": list(shape)}
             self.found["rows"].append(row)
+        gpu_report.join(row, what)
         self.tell(gpu_report.line(row, self.found.get("ceilings")))
 
     def tell(self, text: str) -> None:
@@ -160,46 +171,57 @@ def start(labels: Iterable[str], numbers: list[int], cache: str) -> list[Child]:
     return children
 
 
-def run_round(children: list[Child], report: Report, end: float) -> None:
-    """One measurement of each child at each of its shapes, shape by shape."""
+def measure(child: Child, number: int, children: list[Child], report: Report, end: float) -> None:
+    """One measurement, while everybody who is not waiting for one is stopped."""
+    busy = [other for other in children if other is not child and not other.warm and other.alive]
+    for other in busy:
+        other.hold(True)
+    time.sleep(DRAIN if busy else 0)
+    if "ceilings" not in report.found:
+        report.found["ceilings"] = ceilings()
+    child.go()
+    said = child.until("row", report, min(end, time.monotonic() + BOX))
+    if "label" not in said and child.label != DECODE:
+        report.row(child.label, SHAPES[number], said)
+    for other in busy:
+        other.hold(False)
+
+
+def run_round(chosen: list[Child], children: list[Child], report: Report, end: float) -> None:
+    """One measurement of each of the chosen at each of its shapes, shape by shape."""
     for number in range(len(SHAPES)):
-        for child in children:
-            if number in child.numbers and child.process.poll() is None:
-                child.go()
-                said = child.until("row", report, min(end, time.monotonic() + BOX))
-                report.row(child.label, number, said)
+        for child in chosen:
+            if number in (child.numbers or [0]) and child.warm and child.alive:
+                measure(child, number, children, report, end)
+
+
+def prepare(chosen: list[Child], report: Report, end: float) -> None:
+    """Waits until all of them are warm."""
+    for child in chosen:
+        said = child.until("warm", report, end)
+        report.tell(f"{child.label}: {said.get('failed', 'warm')}")
+        for number in child.numbers if "failed" in said else ():
+            report.row(child.label, SHAPES[number], said)
 
 
 def run(children: list[Child], report: Report, end: float) -> None:
-    """Waits for the quick ones to be warm, measures them while the slow ones are stopped, then the slow ones."""
-    quick, slow = ([child for child in children if child.slow is kind] for kind in (False, True))
-    for child in quick:
-        said = child.until("warm", report, min(end, report.began + 90))
-        report.tell(f"{child.label}: {said.get('failed', 'warm')}")
-        for number in child.numbers if "failed" in said else ():
-            report.row(child.label, number, said)
-    for child in slow:
-        child.hold(True)
-    report.found["ceilings"] = ceilings()
-    cases, decoders = ([c for c in quick if (c.label == DECODE) is kind] for kind in (False, True))
-    run_round(cases, report, end)
+    """Ours, then peers that compile for long, then everybody again, then those that tune until the deadline."""
+    peers = [child for child in children if child.label == DECODE or CASES[child.label].peer]
+    ours = [child for child in children if child not in peers]
+    slow = [child for child in peers if child.slow]
+    quick = [child for child in peers if not child.slow]
+    for group in (ours, quick):
+        prepare(group, report, end)
+        run_round(group, children, report, end)
+    decoders = [child for child in quick if child.label == DECODE]
     for child in decoders:
-        child.go()
-        child.until("row", report, min(end, time.monotonic() + BOX))
+        child.close()
     for _ in range(ROUNDS - 1):
-        run_round(cases[::-1], report, end)
+        run_round([*ours, *quick][::-1], children, report, end)
     for child in slow:
-        child.hold(False)
-    for child in sorted(slow, key=lambda child: child.numbers):
-        said = child.until("warm", report, end)
-        if "failed" in said:
-            report.row(child.label, child.numbers[0], said)
-            continue
-        for other in slow:
-            other.hold(other is not child)
-        run_round([child], report, end)
-        for other in slow:
-            other.hold(False)
+        prepare([child], report, end)
+        for _ in range(ROUNDS):
+            run_round([child], children, report, end)
 
 
 def main(arguments: list[str] | None = None) -> None:

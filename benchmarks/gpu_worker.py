@@ -1,11 +1,12 @@
 """One case of the GPU benchmark in a process of its own: `python -m benchmarks.gpu_worker LABEL SHAPE_NUMBERS`.
 
-It imports, compiles and warms up at once, then waits for a line on its input before each measurement, so that only one
-process at a time uses the device for anything that is timed. What it finds it prints as lines of JSON after an @.
-The parent (benchmarks.gpu) kills it when it takes too long, so a hanging kernel costs one case, not the run.
+It imports, compiles, and compares with the float64 recurrence at once, then waits for a line on its input before each
+measurement, so that only one process at a time uses the device for anything that is timed. What it finds it prints as
+lines of JSON after an @. The parent (benchmarks.gpu) kills it when it takes too long, so a hanging kernel costs one
+case, not the run.
 
-Traps: errors come before times, at a slice that takes the same way through the code; a case that fails is not timed.
-The first call is timed with everybody else compiling on the same processors.
+Traps: errors are those of a slice that takes the same way through the code; a case that fails there is not timed. The
+first call is timed with everybody else compiling on the same processors.
 """
 
 import contextlib
@@ -76,7 +77,7 @@ def times(case: Case, call: Call, shape: Shape) -> dict[str, float]:
         with torch.no_grad():
             call(given)
 
-    found = {"forward_ms": milliseconds(forward)}
+    found = {"forward_ms": milliseconds(forward), "host_us": host_microseconds(case, call, shape)}
     if not case.trains:
         return found
     train(call, given, pull)
@@ -92,9 +93,9 @@ def times(case: Case, call: Call, shape: Shape) -> dict[str, float]:
     return found
 
 
-def host_microseconds(case: Case, call: Call, width: int, calls: int = 30) -> float:
-    """Of one forward call at a size where the device is idle most of the time."""
-    given = inputs(OPS[case.op], (1, 64, 6, width))
+def host_microseconds(case: Case, call: Call, shape: Shape, calls: int = 30) -> float:
+    """Of one forward call on two chunks, where the device is idle most of the time."""
+    given = inputs(OPS[case.op], (1, 128, *shape[2:]))
     with torch.no_grad():
         call(given)
         torch.cuda.synchronize()
@@ -126,20 +127,18 @@ def warm(case: Case, call: Call, shapes: list[Shape]) -> None:
     torch.cuda.synchronize()
 
 
-def measure(case: Case, call: Call, shape: Shape, again: bool) -> dict[str, Any]:
-    """One row; errors in all regimes the first time only."""
-    row: dict[str, Any] = {}
-    if case.judged and not again:
-        regimes = REGIMES if shape == case.shapes()[0] else {"usual": {}}
-        row["errors"] = {regime: errors(case, call, shape, regime) for regime in regimes}
-        strict = row["errors"] if not case.peer else {"usual": row["errors"]["usual"]}
-        row["wrong"] = not all(e <= ALLOWED for found in strict.values() for e in found.values())
-    if not again:
-        row["host_us"] = host_microseconds(case, call, shape[3])
-    if not row.get("wrong"):
-        row |= times(case, call, shape)
+def check(case: Case, call: Call, shape: Shape) -> dict[str, Any]:
+    """Errors in all regimes at the case's first shape, in the usual one at the others, and whether any is too large.
+
+    A peer is held to the usual regime only; the others are shown beside ours.
+    """
+    if not case.judged:
+        return {}
+    regimes = REGIMES if shape == case.shapes()[0] else {"usual": {}}
+    found = {regime: errors(case, call, shape, regime) for regime in regimes}
+    strict = {"usual": found["usual"]} if case.peer else found
     torch.cuda.empty_cache()
-    return row
+    return {"errors": found, "wrong": not all(e <= ALLOWED for one in strict.values() for e in one.values())}
 
 
 def guarded(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -150,25 +149,28 @@ def guarded(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def serve(label: str, shapes: list[Shape]) -> None:
-    """Warm up, then one row for every line of input, over the shapes again and again."""
+    """Warm up, compare, then one measurement for every line of input, over the shapes again and again."""
     case = CASES[label]
     call = first_call(case)
     warm(case, call, shapes)
+    bad = set()
+    for shape in shapes:
+        row = guarded(lambda shape=shape: check(case, call, shape))
+        if row.get("wrong") or "failed" in row:
+            bad.add(shape)
+        say("checked", label=label, shape=shape, **row)
     say("warm", label=label)
-    wrong: set[Shape] = set()
-    rounds = 0
     while True:
         for shape in shapes:
             if not wait():
                 return
-            if shape in wrong:
-                say("row", label=label, shape=shape)
-                continue
-            row = guarded(lambda shape=shape, again=rounds > 0: measure(case, call, shape, again))
-            if row.get("wrong") or "failed" in row:
-                wrong.add(shape)
-            say("row", label=label, shape=shape, **row)
-        rounds += 1
+            say(
+                "row",
+                label=label,
+                shape=shape,
+                **({} if shape in bad else guarded(lambda s=shape: times(case, call, s))),
+            )
+            torch.cuda.empty_cache()
 
 
 def decode() -> None:
