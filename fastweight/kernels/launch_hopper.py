@@ -16,11 +16,11 @@ from fastweight.kernels.launch import FEW_PROGRAMS, LEAST_CHUNKS, Inputs, Plan, 
 
 RELEASES = ("3.6",)
 WIDTHS = (64, 128)
-PREPARE_REGISTERS = 72  # seven programs a multiprocessor
+PREPARE_REGISTERS = 96  # five programs a multiprocessor
 ADVANCE_REGISTERS = 168  # three
 WALKING = 264  # programs of a walk that an H200 holds at once, two a multiprocessor
 ADVANCING = 396
-STAGES = {64: 3, 128: 2}  # chunks in shared memory, as many as leave room for a second program
+STAGES = 2  # chunks in shared memory: at width 128 that leaves room for a second program, at 64 more was no faster
 
 
 def fits(given: Inputs, where_cu: Tensor | None) -> bool:
@@ -60,11 +60,11 @@ def _descriptor(tensor: Tensor, shape: list[int], strides: list[int], block: lis
     return made
 
 
-def tiles(tensor: Tensor, width: int) -> Any:
-    """Descriptor of 64 tokens by `width` columns of [B, T, heads, columns]; beyond either end of T it reads zeros."""
+def tiles(tensor: Tensor, width: int, rows: int = 64) -> Any:
+    """Descriptor of `rows` tokens by `width` columns of [B, T, heads, columns]; past either end of T it reads zeros."""
     B, T, heads, columns = tensor.shape
     row = heads * columns
-    return _descriptor(tensor, [B, T, row], [T * row, row, 1], [1, 64, width])
+    return _descriptor(tensor, [B, T, row], [T * row, row, 1], [1, rows, width])
 
 
 def blocks(tensor: Tensor, rows: int) -> Any:
@@ -86,7 +86,7 @@ def walk_of(where: Geometry, given: Inputs) -> Walk:
 
 def _options(plan: Plan, given: Inputs, **flags: Any) -> dict[str, Any]:
     common = {"V": given.v.shape[3], "SHIFT": int(plan.shift), "DECAYED": plan.decayed}
-    return {**common, **flags, **given.widths, "STAGES": STAGES[given.q.shape[3]], "num_warps": 4}
+    return {**common, **flags, **given.widths, "STAGES": STAGES, "num_warps": 4}
 
 
 def _span(walk: Walk) -> tuple[int, ...]:
@@ -101,8 +101,8 @@ def prepare(plan: Plan, given: Inputs, where: Geometry) -> tuple[tuple[Tensor, T
     rates = tuple(torch.empty(H, where.tokens, dtype=torch.float32, device=device) for _ in range(2))
     inverse = given.v.new_empty(where.slots, H, 64, 64)
     start(
-        hopper_prepare.prepare, (where.slots, H),
-        tiles(given.k, given.q.shape[3]), given.beta, given.lam, *rates, inverse, where.length, where.chunks,
+        hopper_prepare.prepare, (where.sequences * -(-where.chunks // 2), H),
+        tiles(given.k, given.q.shape[3], 128), given.beta, given.lam, *rates, inverse, where.length, where.chunks,
         where.tokens, float(plan.eps), float(plan.floor), DECAYED=plan.decayed, **given.widths, **gate_flags(plan),
         num_warps=4, maxnreg=PREPARE_REGISTERS,
     )  # fmt: skip
