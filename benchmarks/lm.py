@@ -1,0 +1,224 @@
+"""Language models on one GPU: training and decoding speed of every recipe beside its peers.
+
+    python -m benchmarks.lm                          all cases, results/lm/h200.json, .md and .png
+    python -m benchmarks.lm --cases "train falcon-1.3 32 1024"
+    python -m benchmarks.lm --report-only            Markdown and picture again from the JSON
+
+Every case is a process (`lm_worker`). Several import and compile at the same time, since that is most of what they do;
+while one of them measures, all the others are stopped (SIGSTOP), so that nobody else uses the device. A case that takes
+too long is killed and listed as failed; results are written as they come.
+
+Traps: the case that stands first has the machine to itself until its first step, so its seconds to the first step are
+those of a user. Kernel and compiler caches are new for each run unless --keep-caches.
+"""
+
+import argparse
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from benchmarks.lm_report import write_report
+
+RECIPES = (
+    "falcon-1.3", "transformer", "gated-deltanet", "retnet", "mamba2", "deltanet",
+    "falcon-1a.1", "falcon-1a.2", "falcon-1a.3", "falcon-3a.3", "falcon-2.3", "falcon-2a.3", "falcon-3.3",
+)  # fmt: skip
+LONG = ("falcon-1.3", "gated-deltanet", "transformer", "llama", "fla")
+DECODED = ("falcon-1.3", "gated-deltanet", "transformer", "fla", "llama")
+PLACES = ((1, 1024), (64, 1024), (1, 32768), (64, 32768))
+AT_ONCE = 5
+WORKER = (sys.executable, "-m", "benchmarks.lm_worker")
+
+
+def all_cases() -> list[str]:
+    """In the order of their worth: what a full time box cuts off stands last; slow starters early."""
+    first, *others = RECIPES
+    trained = [f"train {name} 32 1024" for name in (first, "fla", "llama", *others)]
+    trained[4:4] = [f"train {name} 2 16384" for name in LONG]
+    decoded = [f"decode {name} {batch} {prompt}" for batch, prompt in PLACES for name in DECODED]
+    return trained + decoded
+
+
+@dataclass
+class Worker:
+    """A case under way."""
+
+    case: str
+    process: subprocess.Popen[bytes]
+    began: float
+    found: dict[str, Any] = field(default_factory=dict)
+    tail: list[str] = field(default_factory=list)
+    unfinished: bytes = b""  # a line of which the end has not come yet
+    ready: bool = False
+    measuring: bool = False
+
+
+def start(case: str, profile: bool, caches: str) -> Worker:
+    words = [*WORKER, *case.split()] + (["--profile"] if profile else [])
+    environment = os.environ | {
+        "TRITON_CACHE_DIR": os.environ.get("LM_TRITON_CACHE", f"{caches}/triton"),
+        "TORCHINDUCTOR_CACHE_DIR": f"{caches}/inductor",
+        "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+        "PYTHONUNBUFFERED": "1",
+    }
+    process = subprocess.Popen(
+        words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment, bufsize=0,
+        start_new_session=True,
+    )  # fmt: skip
+    return Worker(case, process, time.monotonic())
+
+
+def run(cases: list[str], limit: float, box: float, profile: bool, caches: str, done: Any) -> None:
+    """All cases within `limit` seconds, each within `box`; `done(row)` hears of each as it ends."""
+    waiting, active, end = list(cases), [], time.monotonic() + limit
+    selector = selectors.DefaultSelector()
+    while waiting or active:
+        alone = not done.rows and len(active) == 1 and not active[0].ready
+        while waiting and not alone and len(active) < AT_ONCE and time.monotonic() < end - 25:
+            worker = start(waiting.pop(0), profile, caches)
+            selector.register(worker.process.stdout, selectors.EVENT_READ, worker)  # type: ignore[arg-type]
+            active.append(worker)
+            alone = not done.rows and len(active) == 1
+        if waiting and not active:
+            break
+        for key, _ in selector.select(timeout=0.5):
+            _hear(key.data)
+        for worker in list(active):
+            if _ended(worker, time.monotonic() - worker.began > box or time.monotonic() > end):
+                selector.unregister(worker.process.stdout)  # type: ignore[arg-type]
+                active.remove(worker)
+                _continue(active)
+                for pipe in (worker.process.stdin, worker.process.stdout):
+                    pipe.close()  # type: ignore[union-attr]
+                done(row_of(worker))
+        _let_one_measure(active)
+
+
+def _hear(worker: Worker) -> bool:
+    """Take what the process has printed; False at the end of its output."""
+    assert worker.process.stdout is not None, "a pipe was asked for"
+    heard = os.read(worker.process.stdout.fileno(), 2**16)
+    *lines, worker.unfinished = (worker.unfinished + heard).split(b"\n")
+    for line in lines:
+        text = line.decode(errors="replace").rstrip()
+        if text.startswith("@"):
+            found = json.loads(text[1:])
+            worker.ready |= found.pop("kind") == "ready"
+            worker.found |= found
+        elif text:
+            worker.tail = [*worker.tail[-60:], text]
+    return bool(heard)
+
+
+def _let_one_measure(active: list[Worker]) -> None:
+    if any(worker.measuring for worker in active):
+        return
+    ready = next((worker for worker in active if worker.ready), None)
+    if ready is None:
+        return
+    for other in active:
+        if other is not ready:
+            os.killpg(other.process.pid, signal.SIGSTOP)
+    ready.measuring = True
+    assert ready.process.stdin is not None, "a pipe was asked for"
+    ready.process.stdin.write(b"go\n")
+
+
+def _continue(active: list[Worker]) -> None:
+    for worker in active:
+        if not worker.measuring:
+            os.killpg(worker.process.pid, signal.SIGCONT)
+
+
+def _ended(worker: Worker, too_long: bool) -> bool:
+    """Whether the process is gone; one that took too long is sent away."""
+    if worker.process.poll() is None and too_long:
+        os.killpg(worker.process.pid, signal.SIGKILL)
+        worker.tail.append("took too long")
+        worker.process.wait()
+    if worker.process.poll() is None:
+        return False
+    while _hear(worker):
+        pass
+    return True
+
+
+def row_of(worker: Worker) -> dict[str, Any]:
+    """What is known of a case that ended."""
+    what, name, batch, length = worker.case.split()
+    row: dict[str, Any] = {"what": what, "name": name, "batch": int(batch), "length": int(length)} | worker.found
+    if "tokens_per_second" not in row:
+        row["failed"] = " | ".join(worker.tail[-4:])[-400:] or f"exit code {worker.process.returncode}"
+    print(json.dumps(row), flush=True)
+    if "failed" in row or any("launches" in line for line in worker.tail):
+        print("\n".join(worker.tail[-45:]), flush=True)
+    return row
+
+
+def machine() -> dict[str, str]:
+    import torch
+    import transformers
+    import triton
+
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "transformers": transformers.__version__,
+        "commit": commit.stdout.strip() or os.environ.get("COMMIT", "unknown"),
+        "command": "python -m benchmarks.lm",
+    }
+
+
+class Collected:
+    """Rows so far, written to the JSON file at each new one; a case measured again replaces the old row."""
+
+    def __init__(self, path: Path, add: bool) -> None:
+        self.path, self.rows = path, []
+        before = json.loads(path.read_text()) if add and path.is_file() else {"rows": []}
+        self.report: dict[str, Any] = {"machine": machine(), "rows": before["rows"]}
+
+    def __call__(self, row: dict[str, Any]) -> None:
+        self.rows.append(row)
+        place = [row[key] for key in ("what", "name", "batch", "length")]
+        kept = [r for r in self.report["rows"] if [r[k] for k in ("what", "name", "batch", "length")] != place]
+        self.report["rows"] = [*kept, row]
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.write_text(json.dumps(self.report, indent=1) + "\n")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument(
+        "--out", type=Path, default=Path("results/lm/h200.json"), help="JSON; the report lies beside it"
+    )
+    parser.add_argument("--cases", nargs="*", help='as "train falcon-1.3 32 1024"; default: all')
+    parser.add_argument("--limit", type=float, default=1800, help="seconds for everything")
+    parser.add_argument("--box", type=float, default=300, help="seconds for one case, others' compiling included")
+    parser.add_argument("--profile", action="store_true", help="print the kernels of one step of each training case")
+    parser.add_argument("--keep-caches", type=Path, help="directory of kernel and compiler caches")
+    parser.add_argument("--add", action="store_true", help="keep the rows that the JSON holds")
+    parser.add_argument("--report-only", action="store_true", help="measure nothing")
+    chosen = parser.parse_args(arguments)
+    if not chosen.report_only:
+        with tempfile.TemporaryDirectory() as fresh:
+            done = Collected(chosen.out, chosen.add)
+            caches = str(chosen.keep_caches or fresh)
+            run(chosen.cases or all_cases(), chosen.limit, chosen.box, chosen.profile, caches, done)
+    for file in write_report(chosen.out):
+        print(file)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""Measured rows of language models into Markdown tables and a picture.
+
+MFU here is 6 N FLOP per token over 790 TFLOP/s, which is what bfloat16 products reach on an H200, so that it compares
+with figures of others; `fastweight train lm` logs it against the data sheet and counts the memories' own work too.
+"""
+
+import json
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+PEAK = 790e12
+PEERS = {"fla": "FLA GatedDeltaNet, eager", "llama": "Llama, SDPA, compiled"}
+Row = dict[str, Any]
+
+
+def rate(row: Row) -> float:
+    return float(median(row["tokens_per_second"]))
+
+
+def mfu(row: Row) -> float:
+    return 6 * row["parameters"] * rate(row) / PEAK
+
+
+def label(row: Row) -> str:
+    return PEERS.get(str(row["name"]), str(row["name"]))
+
+
+def good(rows: list[Row], what: str, batch: int, length: int) -> list[Row]:
+    """The rows of one table that have a result, fastest first."""
+    chosen = [row for row in rows if (row["what"], row["batch"], row["length"]) == (what, batch, length)]
+    return sorted((row for row in chosen if "failed" not in row), key=lambda row: -rate(row))
+
+
+def places(rows: list[Row], what: str) -> list[tuple[int, int]]:
+    return sorted({(row["batch"], row["length"]) for row in rows if row["what"] == what}, key=lambda p: (p[1], p[0]))
+
+
+def training_tables(rows: list[Row]) -> list[str]:
+    lines = []
+    for batch, length in places(rows, "train"):
+        lines += ["", f"## Training, batch {batch}, {length:,} tokens", ""]
+        lines += ["| model | parameters | tokens/s | lowest to highest | MFU | peak GiB | s to first step |"]
+        lines += ["| --- | ---: | ---: | ---: | ---: | ---: | ---: |"]
+        for row in good(rows, "train", batch, length):
+            spread = f"{min(row['tokens_per_second']):,} to {max(row['tokens_per_second']):,}"
+            cells = [
+                label(row),
+                f"{row['parameters'] / 1e6:.1f}M",
+                f"{rate(row):,.0f}",
+                spread,
+                f"{100 * mfu(row):.1f} %",
+            ]
+            lines.append("| " + " | ".join([*cells, f"{row['peak_gib']:.1f}", f"{row['first_step_s']:.0f}"]) + " |")
+    return lines
+
+
+def decoding_tables(rows: list[Row]) -> list[str]:
+    lines = []
+    for batch, length in places(rows, "decode"):
+        lines += ["", f"## Decoding, batch {batch}, after a prompt of {length:,} tokens", ""]
+        lines += [
+            "| model | tokens/s | CUDA graph | prompt tokens/s | peak GiB |",
+            "| --- | ---: | --- | ---: | ---: |",
+        ]
+        for row in good(rows, "decode", batch, length):
+            graph = "yes" if row["cuda_graph"] else "no"
+            cells = [label(row), f"{rate(row):,.0f}", graph, f"{row['prefill_tokens_per_second']:,}"]
+            lines.append("| " + " | ".join([*cells, f"{row['peak_gib']:.1f}"]) + " |")
+    return lines
+
+
+def markdown(report: dict[str, Any], picture: str) -> str:
+    rows, where = report["rows"], report["machine"]
+    lines = ["# Language models on one GPU", "", f"    {where['command']}", ""]
+    lines += [f"* {name}: {value}" for name, value in where.items() if name != "command"]
+    lines += ["", "bfloat16 weights (gates float32), fused AdamW, clipping, random tokens; blocks compiled (ours)."]
+    lines += [
+        f"MFU is 6 N FLOP per token over {PEAK / 1e12:.0f} TFLOP/s. Other cases compile while one waits for its first"
+    ]
+    lines += ["step, except beside the first case (falcon-1.3 at 1,024 tokens); none of them runs while one is timed."]
+    lines += ["Decoding is greedy, with a CUDA graph where the cache has fixed addresses.", "", f"![Speeds]({picture})"]
+    lines += [*training_tables(rows), *decoding_tables(rows)]
+    failed = [f"* {row['what']} {label(row)} {row['batch']} x {row['length']}" for row in rows if "failed" in row]
+    if failed:
+        lines += ["", "## Without a result", "", *failed]
+    return "\n".join([*lines, ""])
+
+
+def draw(report: dict[str, Any], path: Path) -> None:
+    """A panel of bars for each table, fastest on top, peers in grey."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    rows = report["rows"]
+    panels = [(what, *place) for what in ("train", "decode") for place in places(rows, what)]
+    panels = [panel for panel in panels if good(rows, *panel)]
+    if not panels:
+        return
+    height = -(-len(panels) // 2)
+    figure, grid = plt.subplots(height, 2, figsize=(13, 3.6 * height), squeeze=False)
+    for axes, (what, batch, length) in zip(grid.flat, panels, strict=False):
+        chosen = good(rows, what, batch, length)
+        colours = ["#8a94a6" if row["name"] in PEERS else "#2a7f62" for row in chosen]
+        axes.barh(range(len(chosen)), [rate(row) for row in chosen], color=colours)
+        for place, row in enumerate(chosen):
+            extra = f", MFU {100 * mfu(row):.0f} %" if what == "train" else ""
+            axes.text(rate(row), place, f"  {rate(row):,.0f}{extra}", va="center", fontsize=8)
+        axes.set_yticks(range(len(chosen)), [label(row) for row in chosen], fontsize=8)
+        axes.invert_yaxis()
+        axes.margins(x=0.25)
+        kind = "training" if what == "train" else "decoding after a prompt"
+        axes.set_title(f"{kind}: batch {batch}, {length:,} tokens; tokens/s", fontsize=9)
+        axes.spines[["top", "right"]].set_visible(False)
+    for axes in list(grid.flat)[len(panels) :]:
+        axes.set_axis_off()
+    where = report["machine"]
+    figure.suptitle(f"{where['device']}, torch {where['torch']}, commit {where['commit']}", fontsize=9)
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def write_report(path: Path) -> list[Path]:
+    """Markdown and picture beside the JSON."""
+    report = json.loads(path.read_text())
+    text, picture = path.with_suffix(".md"), path.with_suffix(".png")
+    draw(report, picture)
+    text.write_text(markdown(report, picture.name))
+    return [path, text, picture]

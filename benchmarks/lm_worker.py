@@ -1,0 +1,236 @@
+"""One case of the language-model benchmark in a process of its own: `python -m benchmarks.lm_worker CASE`.
+
+A case is "train NAME BATCH LENGTH" or "decode NAME BATCH PROMPT"; NAME is a recipe, "fla" (FLA's GatedDeltaNet model,
+12 layers, 6 heads of 128, expand_v 1, fused cross-entropy) or "llama" (transformers' Llama, 12 layers of width 768,
+SDPA, torch.compile). All of them hold bfloat16 weights (our gates float32) and train on random tokens with fused AdamW
+and clipping at 1.0. The process imports, compiles and warms up at once, says so, and measures when its input says "go",
+so that one process at a time uses the device for what is timed.
+
+Traps: seconds to the first step count from the start of the process, imports included, with other cases compiling
+beside it unless the parent holds them back. A training loss that is not near log(vocabulary) after the first step means
+that something else was measured; the worker refuses it.
+"""
+
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+os.environ.setdefault("FLA_DISABLE_BACKEND_DISPATCH", "1")
+VOCAB, NEW_TOKENS, WARM_STEPS, STEPS, ROUNDS = 50_257, 64, 4, 6, 4
+PROFILE_ROWS = 28
+
+
+def age() -> float:
+    """Seconds since this process started, its imports included."""
+    clock_ticks = os.sysconf("SC_CLK_TCK")
+    started = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19]) / clock_ticks
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started
+
+
+def say(kind: str, **what: Any) -> None:
+    print("@" + json.dumps({"kind": kind} | what), flush=True)
+
+
+def wait_for_go() -> None:
+    if sys.stdin.readline().strip() != "go":
+        raise SystemExit(0)
+
+
+def model_of(name: str, compiled: bool) -> Any:
+    """The model on the GPU, in bfloat16."""
+    torch.manual_seed(0)
+    if name == "fla":
+        return _fla().to("cuda", torch.bfloat16)
+    if name == "llama":
+        model = _llama().to("cuda", torch.bfloat16)
+        return torch.compile(model) if compiled else model
+    from fastweight.recipes import load_recipe
+    from fastweight.training.model import build_model
+
+    settings = ["training.precision=bf16-weights", f"engine.compile={str(compiled).lower()}", "model.backend=auto"]
+    return build_model(load_recipe(name, settings)).cuda()
+
+
+def _fla() -> Any:
+    from fla.models import GatedDeltaNetConfig, GatedDeltaNetForCausalLM  # type: ignore[import-not-found]
+
+    sizes = {"hidden_size": 768, "num_hidden_layers": 12, "num_heads": 6, "head_dim": 128, "expand_v": 1}
+    return GatedDeltaNetForCausalLM(GatedDeltaNetConfig(vocab_size=VOCAB, tie_word_embeddings=True, **sizes))
+
+
+def _llama() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes: dict[str, Any] = {
+        "hidden_size": 768,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+    }
+    config = LlamaConfig(vocab_size=VOCAB, tie_word_embeddings=True, max_position_embeddings=65_536, **sizes)
+    config._attn_implementation = "sdpa"
+    return LlamaForCausalLM(config)
+
+
+def optimizer_of(name: str, model: Any) -> torch.optim.Optimizer:
+    if name in ("fla", "llama"):
+        return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    from fastweight.recipes import Optimizer
+    from fastweight.training.groups import parameter_groups
+
+    return torch.optim.AdamW(parameter_groups(model, Optimizer(learning_rate=1e-4)), fused=True)
+
+
+def train(name: str, batch: int, length: int, profile: bool) -> None:
+    """Tokens/s, peak memory, seconds to the first step."""
+    model = model_of(name, compiled=name != "fla").train()
+    optimizer, parameters = optimizer_of(name, model), list(model.parameters())
+    random = torch.Generator("cuda").manual_seed(0)
+    ids = torch.randint(VOCAB, (batch, length), generator=random, device="cuda")
+
+    def step() -> Tensor:
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    loss = float(step())
+    first = age()
+    if not math.log(VOCAB) - 0.5 < loss < math.log(VOCAB) + 1.5:
+        raise RuntimeError(f"the first loss is {loss}, expected about {math.log(VOCAB):.2f}")
+    for _ in range(WARM_STEPS):
+        step()
+    torch.cuda.synchronize()
+    say("ready", first_step_s=round(first, 1), first_loss=round(loss, 3))
+    wait_for_go()
+    step()
+    torch.cuda.reset_peak_memory_stats()
+    seconds = [_seconds(lambda: [step() for _ in range(STEPS)]) / STEPS for _ in range(ROUNDS)]
+    say(
+        "result",
+        parameters=sum(p.numel() for p in parameters),
+        tokens_per_second=[round(batch * length / s) for s in sorted(seconds)],
+        peak_gib=round(torch.cuda.max_memory_allocated() / 2**30, 2),
+    )
+    if profile:
+        print(profiled(step), flush=True)
+
+
+def _seconds(run: Callable[[], Any]) -> float:
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    run()
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def profiled(step: Callable[[], Any]) -> str:
+    """A table of the kernels of one step by time on the device, with the step's wall time beside their sum."""
+    from torch.profiler import ProfilerActivity, profile
+
+    wall = _seconds(step)
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
+        _seconds(step)
+    kernels = [
+        event for event in trace.key_averages() if event.self_device_time_total > 0 and event.cpu_time_total == 0
+    ]
+    kernels.sort(key=lambda event: -event.self_device_time_total)
+    total = sum(event.self_device_time_total for event in kernels) / 1e3
+    lines = [f"step {1e3 * wall:.1f} ms, kernels {total:.1f} ms in {sum(e.count for e in kernels)} launches"]
+    for event in kernels[:PROFILE_ROWS]:
+        lines.append(f"{event.self_device_time_total / 1e3:8.2f} ms {event.count:5d}x  {event.key[:110]}")
+    return "\n".join(lines)
+
+
+def decode(name: str, batch: int, prompt: int) -> None:
+    """Tokens/s of greedy decoding after a prompt, seconds of the prompt, peak memory."""
+    model = model_of(name, compiled=False).eval()
+    random = torch.Generator("cuda").manual_seed(0)
+    ids = torch.randint(VOCAB, (batch, prompt), generator=random, device="cuda")
+    with torch.no_grad():
+        small = _decoder(name, model, ids[:, :64])
+        small(3)
+        say("ready", first_step_s=round(age(), 1))
+        wait_for_go()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        holder: dict[str, Any] = {}
+        prefill = _seconds(lambda: holder.update(more=_decoder(name, model, ids)))
+        holder["more"](4)
+        seconds = _seconds(lambda: holder["more"](NEW_TOKENS))
+    say(
+        "result",
+        parameters=sum(p.numel() for p in model.parameters()),
+        tokens_per_second=[round(batch * NEW_TOKENS / seconds, 1)],
+        prefill_tokens_per_second=round(batch * prompt / prefill),
+        peak_gib=round(torch.cuda.max_memory_allocated() / 2**30, 2),
+        cuda_graph=holder["more"].graph,
+    )
+
+
+class _Decoder:
+    """After the prompt; called with a number, it decodes so many tokens greedily."""
+
+    graph = False
+
+    def __init__(self, model: Any, cache: Any, token: Tensor) -> None:
+        self.model, self.cache, self.token, self.call = model, cache, token, model
+
+    def __call__(self, num_tokens: int) -> None:
+        for _ in range(num_tokens):
+            named: dict[str, Any] = {_cache_name(): self.cache}
+            output = self.call(input_ids=self.token, use_cache=True, **named)
+            after = getattr(output, _cache_name())
+            self.cache = self.cache if after is None else after
+            self.token = output.logits[:, -1:].argmax(-1)
+
+
+def _cache_name() -> str:
+    from fastweight.models.cache import CACHE_NAME
+
+    return CACHE_NAME
+
+
+def _decoder(name: str, model: Any, ids: Tensor) -> _Decoder:
+    """The prompt, read in pieces so that 64 long ones fit, and what decodes after it."""
+    cache, graph = None, False
+    if name not in ("fla", "llama"):
+        from fastweight.models.cache import FastWeightCache
+
+        graph = "full_attention" not in model.config.layer_types
+        cache = FastWeightCache(model.config, static=graph)
+    piece = max(64, 2**17 // len(ids))
+    logits = None
+    for part in ids.split(piece, dim=1):
+        named: dict[str, Any] = {_cache_name(): cache}
+        output = model(input_ids=part, use_cache=True, logits_to_keep=1, **named)
+        cache, logits = getattr(output, _cache_name()), output.logits
+    assert logits is not None, "a prompt has tokens"
+    decoder = _Decoder(model, cache, logits[:, -1:].argmax(-1))
+    if graph:
+        from fastweight.models.decoding import GraphedForward
+
+        decoder.call, decoder.graph = GraphedForward(model), True
+    return decoder
+
+
+def main() -> None:
+    what, name, batch, length = sys.argv[1:5]
+    if what == "train":
+        train(name, int(batch), int(length), "--profile" in sys.argv)
+    else:
+        decode(name, int(batch), int(length))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""The language-model benchmark without a GPU: cases take turns, failures and time boxes cost one case, reports read."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import lm, lm_report
+from fastweight.recipes import recipe_names
+
+# Stands for a worker: waits for its turn and measures, noting when; "wrong" dies and "slow" never gets ready.
+FAKE = """
+import json, sys, time
+what, name, batch, length = sys.argv[1:5]
+print("a warning", flush=True)
+if name == "wrong": raise SystemExit("no such kernel")
+if name == "slow": time.sleep(600)
+print("noise\\n@" + json.dumps({"kind": "ready", "first_step_s": 1.0}), flush=True)
+assert sys.stdin.readline() == "go\\n"
+with open(sys.argv[0] + ".log", "a") as log:
+    print("begin", file=log, flush=True)
+    time.sleep(0.2)
+    print("end", file=log, flush=True)
+rates = [int(batch) * 100, int(batch) * 90, int(batch) * 110]
+extra = {"prefill_tokens_per_second": 5, "cuda_graph": True} if what == "decode" else {}
+said = {"kind": "result", "parameters": 10**8, "tokens_per_second": rates, "peak_gib": 2.5} | extra
+print("@" + json.dumps(said), flush=True)
+"""
+
+
+def test_cases_take_turns_and_failures_cost_one_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = tmp_path / "fake.py"
+    fake.write_text(FAKE)
+    monkeypatch.setattr(lm, "WORKER", (sys.executable, str(fake)))
+    monkeypatch.setattr(lm, "machine", lambda: {"device": "none", "torch": "0", "commit": "x", "command": "python"})
+    done = lm.Collected(tmp_path / "out" / "lm.json", add=False)
+    cases = ["train first 8 16", "train slow 8 16", "train wrong 8 16", "train second 4 16", "decode first 2 16"]
+    lm.run(cases, limit=60, box=6, profile=False, caches=str(tmp_path), done=done)
+    rows = {(row["what"], row["name"]): row for row in json.loads((tmp_path / "out" / "lm.json").read_text())["rows"]}
+    assert set(rows) == {(case.split()[0], case.split()[1]) for case in cases}
+    assert "no such kernel" in rows["train", "wrong"]["failed"]
+    assert "took too long" in rows["train", "slow"]["failed"]
+    assert rows["train", "second"]["tokens_per_second"] == [400, 360, 440]
+    log = (tmp_path / "fake.py.log").read_text().split()
+    assert log == ["begin", "end"] * 3  # never two at a time
+    files = lm_report.write_report(tmp_path / "out" / "lm.json")
+    text = files[1].read_text()
+    assert "| first | 100.0M | 800 | 720 to 880 | 0.1 % | 2.5 | 1 |" in text
+    assert "| first | 200 | yes | 5 | 2.5 |" in text
+    assert "* train wrong 8 x 16" in text
+    assert files[2].read_bytes().startswith(b"\x89PNG")
+
+
+def test_every_case_names_a_recipe_or_a_peer() -> None:
+    cases = lm.all_cases()
+    assert len(cases) == len(set(cases))
+    names = {case.split()[1] for case in cases}
+    assert names - set(lm_report.PEERS) <= set(recipe_names())
+    assert {name for name in recipe_names() if not name.startswith(("lm-", "addition-"))} <= names
