@@ -26,8 +26,9 @@ token earlier, and there is no diagonal. l stops at LEAST: beyond it 2^l is 0 in
 
 import triton
 import triton.language as tl
+from triton.language.extra import libdevice
 
-from fastweight.kernels.gates import load_head, step_log_decay, step_sizes
+from fastweight.kernels.gates import LOG2E, load_head, step_log_decay, step_sizes
 from fastweight.kernels.tiles import (
     has_pair,
     load_keys,
@@ -38,31 +39,28 @@ from fastweight.kernels.tiles import (
     store_tile,
 )
 
-LEVELS = tl.constexpr(6)  # halves of 1, 2, 4, .. 32 tokens
-READ = tl.constexpr(6)  # from the start of the chunk to each token
-REST = tl.constexpr(7)  # from each token to the end of the chunk
 LEAST = tl.constexpr(-160.0)
 
 
 @triton.jit
-def draw_paths(paths, BEFORE: tl.constexpr, FLIP: tl.constexpr):
-    """The 0/1 matrices [8, 64, 64] of the module's equations, or with FLIP each transposed."""
+def draw_paths(paths, SIZE: tl.constexpr, LEVELS: tl.constexpr, BEFORE: tl.constexpr, FLIP: tl.constexpr):
+    """A_h of every level, A_read, A_rest: 0/1 matrices [LEVELS + 2, SIZE, SIZE], or with FLIP each transposed."""
     level = tl.program_id(0)
-    i = tl.arange(0, 64)
+    i = tl.arange(0, SIZE)
     to, over = i[:, None], i[None, :]
     if FLIP:
         to, over = over, to
     upto = over < to if BEFORE else over <= to
-    near = (to ^ over) < tl.where(level < 6, 1 << level, 64)
-    right = tl.where(level < 6, ((to >> level) & 1) == 1, level == 6)
+    near = (to ^ over) < tl.where(level < LEVELS, 1 << level, SIZE)
+    right = tl.where(level < LEVELS, ((to >> level) & 1) == 1, level == LEVELS)
     passed = near & ((right & upto) | ((right == 0) & (over > to)))
-    at = paths + level * 4096 + i[:, None] * 64 + i[None, :]
+    at = paths + level * (SIZE * SIZE) + i[:, None] * SIZE + i[None, :]
     tl.store(at, passed.to(paths.dtype.element_ty))
 
 
 @triton.jit
 def path(paths, level):
-    """One matrix of `paths`."""
+    """One matrix [64, 64] of `paths`."""
     i = tl.arange(0, 64)
     return tl.load(paths + level * 4096 + i[:, None] * 64 + i[None, :])
 
@@ -74,19 +72,50 @@ def faded(paths, level, log_decay, DOT: tl.constexpr):
 
 
 @triton.jit
-def meets(level):
-    """Pairs of tokens [64, 64] whose numbers first differ in this binary digit."""
-    i = tl.arange(0, 64)
-    return ((i[:, None] ^ i[None, :]) >> level) == 1
+def side_by_side(paths, start, COUNT: tl.constexpr):
+    """COUNT flipped matrices of `paths` from `start` on, [16, COUNT 16]."""
+    i = tl.arange(0, 16)
+    column = tl.arange(0, COUNT * 16)
+    return tl.load(paths + (start + column // 16)[None, :] * 256 + i[:, None] * 16 + (column % 16)[None, :])
 
 
 @triton.jit
-def column_steps(energy, gain, ridge, pair, eps, floor, SCALED: tl.constexpr, DIRECT: tl.constexpr):
-    """eta and log2 decay [64, BV] from energies and lam [64] and beta [64, BV]."""
-    eta, _r, _d, alpha, carry, _o, writes = step_sizes(
-        energy[:, None], gain, ridge[:, None], pair[:, None], eps, floor, SCALED, DIRECT
-    )
-    return eta, tl.where(writes, tl.maximum(step_log_decay(alpha, carry, floor), LEAST), 0.0)
+def halves(tile, COUNT: tl.constexpr, BV: tl.constexpr):
+    """[BV, COUNT 16] as its left and its right half."""
+    parts = tl.permute(tl.reshape(tile, [BV, 2, COUNT * 8]), (0, 2, 1))
+    return tl.split(parts)
+
+
+@triton.jit
+def meets(i, j, level):
+    """Pairs of tokens whose numbers first differ in this binary digit."""
+    return ((i >> level) ^ (j >> level)) == 1
+
+
+@triton.jit
+def column_steps(
+    energy, gain, ridge, pair, eps, floor, SCALED: tl.constexpr, DIRECT: tl.constexpr, EXACT: tl.constexpr
+):
+    """eta and log2 decay of every token and column; what belongs to a token only has a 1 for the columns.
+
+    EXACT: to the last digits of float32; else a series and the device's own logarithm, to 1e-5 of l.
+    """
+    eta, _r, _d, alpha, carry, _o, writes = step_sizes(energy, gain, ridge, pair, eps, floor, SCALED, DIRECT)
+    if EXACT:
+        log_decay = step_log_decay(alpha, carry, floor)
+    else:
+        series = -LOG2E * alpha * (1 + alpha * (1 / 2 + alpha * (1 / 3 + alpha * (1 / 4))))
+        log_decay = tl.where(alpha < 1 / 64, series, libdevice.fast_log2f(carry))
+    return eta, tl.where(writes, tl.maximum(log_decay, LEAST), 0.0)
+
+
+@triton.jit
+def _reach(u, fade, scores, level, DOT: tl.constexpr, LOW: tl.constexpr):
+    """What the right halves of a level read of its left halves [BV, 16]; scores[j, i] = x_j . q_i."""
+    b = tl.arange(0, 16)
+    pairs = meets(b[:, None], b[None, :], level) & (b[:, None] < b[None, :])
+    scores = tl.where(pairs, scores, 0.0).to(LOW)
+    return fade * tl.dot((fade * u).to(LOW), scores, input_precision=DOT)
 
 
 @triton.jit(do_not_specialize=["length", "chunks", "tokens", "segments", "per_segment"])
@@ -107,53 +136,58 @@ def forward(
     seg = pid // (blocks * H)
     n, lead, start, stop, begin, size = segment_span(seg, cu, chunk_start, length, chunks, segments, per_segment, 64)
     kh = h // (H // KH)
-    i = tl.arange(0, 64)
+    b = tl.arange(0, 16)
     ck = tl.arange(0, BK)
     cv = (pid % blocks) * BV + tl.arange(0, BV)
     state_at, in_state = state_tile(ck, cv, K, V, BK, BV)
-    S = tl.zeros([BK, BV], tl.float32)
+    LOW: tl.constexpr = q.dtype.element_ty
+    EXACT: tl.constexpr = q.dtype.element_ty == tl.float32
+    levels, ends = side_by_side(paths, 0, 4), side_by_side(paths, 4, 2)
+    S = tl.zeros([BV, BK], tl.float32)  # transposed: its rows, the columns of V, stay operands in registers
     span = tl.zeros([BV], tl.float32)
     slot = (seg.to(tl.int64) * H + h) * (K * V)
     if state0 is not None:
-        S += tl.load(state0 + slot + state_at, mask=in_state, other=0.0).to(tl.float32)
-    for c in range(start, stop):
-        first = begin + c * 64
-        low, high = -c * 64, size - c * 64
-        source, live = source_rows(previous, first, i, low, high, SHIFT)
-        pair = has_pair(unmasked, has_key, first, i, source, live, low, n)
-        x = load_keys(k, key0, previous, source, live, first, i, low, n, kh, ck, KH, K, SHIFT, BK)
-        qt = load_tile(q, first, i, kh, ck, live, KH, K, BK)
-        y = load_tile(v, first, i, h, cv, live, H, V, BV)
-        gain = load_tile(beta, first, i, h, cv, pair, H, V, BV).to(tl.float32)
-        ridge = load_head(lam, first, i, h, H, pair, 0.0)
+        S += tl.trans(tl.load(state0 + slot + state_at, mask=in_state, other=0.0).to(tl.float32))
+    for block in range(start * 4, tl.minimum(stop * 4, tl.cdiv(size, 16))):
+        first = begin + block * 16
+        low, high = -block * 16, size - block * 16
+        source, live = source_rows(previous, first, b, low, high, SHIFT)
+        pair = has_pair(unmasked, has_key, first, b, source, live, low, n)
+        x = load_keys(k, key0, previous, source, live, first, b, low, n, kh, ck, KH, K, SHIFT, BK)
+        qt = load_tile(q, first, b, kh, ck, live, KH, K, BK)
+        y = tl.trans(load_tile(v, first, b, h, cv, live, H, V, BV)).to(tl.float32)
+        gain = tl.trans(load_tile(beta, first, b, h, cv, pair, H, V, BV)).to(tl.float32)
+        ridge = load_head(lam, first, b, h, H, pair, 0.0)
         energy = tl.sum(x.to(tl.float32) * x.to(tl.float32), axis=1)
         if SAVE:
-            tl.store(energies + h.to(tl.int64) * tokens + first + i, energy, mask=live & (pid % blocks == 0))
-        eta, log_decay = column_steps(energy, gain, ridge, pair, eps, floor, SCALED, DIRECT)
-        u = eta * y.to(tl.float32)
+            tl.store(energies + h.to(tl.int64) * tokens + first + b, energy, mask=live & (pid % blocks == 0))
+        eta, log_decay = column_steps(
+            energy[None, :], gain, ridge[None, :], pair[None, :], eps, floor, SCALED, DIRECT, EXACT
+        )
+        u = eta * y
+        low_S = S.to(LOW)
+        if SAVE and block % 4 == 0:
+            at_chunk = (lead + block // 4).to(tl.int64) * H + h
+            tl.store(states + at_chunk * (K * V) + state_at, tl.trans(low_S), mask=in_state)
+        scores = tl.dot(x, tl.trans(qt), input_precision=DOT)
         passed = log_decay.to(paths.dtype.element_ty)
-        low_S = S.to(x.dtype)
-        if SAVE:
-            at_chunk = (lead + c).to(tl.int64) * H + h
-            tl.store(states + at_chunk * (K * V) + state_at, low_S, mask=in_state)
-        p = tl.dot(qt, tl.trans(x), input_precision=DOT)
-        out = tl.dot(qt, low_S, input_precision=DOT) * faded(paths, READ, passed, DOT)
+        from_start, to_end = halves(tl.exp2(tl.dot(passed, ends, input_precision=DOT)), 2, BV)
+        out = tl.dot(low_S, tl.trans(qt), input_precision=DOT) * from_start
         if not BEFORE:
-            out += tl.sum(tl.where(i[:, None] == i[None, :], p, 0.0), axis=1)[:, None] * u
-        p = p.to(x.dtype)
-        for level in tl.range(0, LEVELS, num_stages=1):
-            right = (((i >> level) & 1) == 1)[:, None]
-            fade = faded(paths, level, passed, DOT)
-            written = tl.where(right, 0.0, fade * u).to(x.dtype)
-            reached = tl.dot(tl.where(meets(level), p, 0.0), written, input_precision=DOT)
-            out += tl.where(right, fade, 0.0) * reached
-        store_tile(o, out, first, i, h, cv, live, H, V, BV)
-        u = (u * faded(paths, REST, passed, DOT)).to(x.dtype)
-        total = tl.sum(log_decay, axis=0)
+            out += tl.sum(tl.where(b[:, None] == b[None, :], scores, 0.0), axis=0)[None, :] * u
+        fade01, fade23 = halves(tl.exp2(tl.dot(passed, levels, input_precision=DOT)), 4, BV)
+        fade0, fade1 = halves(fade01, 2, BV)
+        fade2, fade3 = halves(fade23, 2, BV)
+        out += _reach(u, fade0, scores, 0, DOT, LOW)
+        out += _reach(u, fade1, scores, 1, DOT, LOW)
+        out += _reach(u, fade2, scores, 2, DOT, LOW)
+        out += _reach(u, fade3, scores, 3, DOT, LOW)
+        store_tile(o, tl.trans(out), first, b, h, cv, live, H, V, BV)
+        total = tl.sum(log_decay, axis=1)
         span += total
-        S = tl.dot(tl.trans(x), u, acc=S * tl.exp2(total)[None, :], input_precision=DOT)
+        S = tl.dot((u * to_end).to(LOW), x, acc=S * tl.exp2(total)[:, None], input_precision=DOT)
     if state1 is not None:
-        tl.store(state1 + slot + state_at, S, mask=in_state)
+        tl.store(state1 + slot + state_at, tl.trans(S), mask=in_state)
     if spans is not None:
         tl.store(spans + (seg.to(tl.int64) * H + h) * V + cv, span, mask=cv < V)
 
@@ -173,6 +207,7 @@ def backward_state(
     n, lead, start, stop, begin, size = segment_span(seg, cu, chunk_start, length, chunks, segments, per_segment, 64)
     kh = h // (H // KH)
     i = tl.arange(0, 64)
+    EXACT: tl.constexpr = q.dtype.element_ty == tl.float32
     ck = tl.arange(0, BK)
     cv = (pid % blocks) * BV + tl.arange(0, BV)
     state_at, in_state = state_tile(ck, cv, K, V, BK, BV)
@@ -192,10 +227,12 @@ def backward_state(
         gain = load_tile(beta, first, i, h, cv, pair, H, V, BV).to(tl.float32)
         ridge = load_head(lam, first, i, h, H, pair, 0.0)
         energy = tl.load(energies + h.to(tl.int64) * tokens + first + i, mask=live, other=0.0)
-        _eta, log_decay = column_steps(energy, gain, ridge, pair, eps, floor, SCALED, DIRECT)
+        _eta, log_decay = column_steps(
+            energy[:, None], gain, ridge[:, None], pair[:, None], eps, floor, SCALED, DIRECT, EXACT
+        )
         at_chunk = (lead + c).to(tl.int64) * H + h
         tl.store(d_states + at_chunk * (K * V) + state_at, dS.to(qt.dtype), mask=in_state)
-        read = do.to(tl.float32) * faded(paths, READ, log_decay.to(paths.dtype.element_ty), DOT)
+        read = do.to(tl.float32) * faded(paths, 6, log_decay.to(paths.dtype.element_ty), DOT)
         total = tl.sum(log_decay, axis=0)
         span += total
         dS = tl.dot(tl.trans(qt), read.to(qt.dtype), acc=dS * tl.exp2(total)[None, :], input_precision=DOT)

@@ -26,11 +26,14 @@ from fastweight.kernels.launch import (
 )
 
 
-def draw_paths(plan: Any, v: Tensor, flip: bool) -> Tensor:
-    """The 0/1 matrices that sum log-decays (columns.py), or transposed, which sum gradients; drawn on the device."""
-    narrow = torch.bfloat16 if flip else torch.float16
-    paths = torch.empty(8, 64, 64, dtype=torch.float32 if v.dtype == torch.float32 else narrow, device=v.device)
-    start(columns.draw_paths, (8,), paths, BEFORE=plan.before, FLIP=flip)
+def draw_paths(plan: Any, v: Tensor, size: int, flip: bool) -> Tensor:
+    """0/1 matrices that sum log-decays between `size` tokens (columns.py), drawn on the device; flip: transposed."""
+    levels = size.bit_length() - 1
+    # Log-decays need digits; their gradients, which the transposed of 64 tokens sum, need range.
+    narrow = torch.bfloat16 if flip and size == 64 else torch.float16
+    dtype = torch.float32 if v.dtype == torch.float32 else narrow
+    paths = torch.empty(levels + 2, size, size, dtype=dtype, device=v.device)
+    start(columns.draw_paths, (levels + 2,), paths, SIZE=size, LEVELS=levels, BEFORE=plan.before, FLIP=flip)
     return paths
 
 
@@ -40,9 +43,9 @@ def settings(plan: Any, given: Inputs) -> dict[str, Any]:
     return {**flags, **given.widths, "V": given.v.shape[3]}
 
 
-def token_tile(K: int, V: int, dtype: torch.dtype) -> Tile:
-    """All of K at once, so that every gradient is written once."""
-    return Tile(wide(K), 32 if dtype == torch.float32 else 64, 8, 1)
+def token_tile(K: int, dtype: torch.dtype, num_warps: int) -> Tile:
+    """Of the kernels with one program a chunk: all of K at once, so that every gradient is written once."""
+    return Tile(wide(K), 32 if dtype == torch.float32 else 64, num_warps, 1)
 
 
 def forward(plan, q, k, v, beta, lam, state0, key0, has_key, mask, cu_seqlens, save):
@@ -57,7 +60,7 @@ def forward(plan, q, k, v, beta, lam, state0, key0, has_key, mask, cu_seqlens, s
     tile = serial_tile(K, V, dtype)
     grid = where.sequences * H * triton.cdiv(V, tile.BV)
     walk = Walk.of(where, grid)
-    paths = draw_paths(plan, v, flip=False)
+    paths = draw_paths(plan, v, 16, flip=True)
 
     def run(state0: Tensor | None, state1: Tensor, save: bool, spans: Tensor | None = None) -> None:
         start(
@@ -96,7 +99,7 @@ def backward(plan, d_o, d_state1, q, k, v, beta, lam, key0, has_key, mask, cu_se
     grid = where.sequences * H * triton.cdiv(V, tile.BV)
     walk = Walk.of(where, grid)
     steps = float(plan.eps), float(plan.floor)
-    paths = draw_paths(plan, v, flip=False)
+    paths = draw_paths(plan, v, 64, flip=False)
 
     def reverse(d_end: Tensor | None, d_start: Tensor | None, spans: Tensor | None = None) -> None:
         start(
@@ -113,10 +116,20 @@ def backward(plan, d_o, d_state1, q, k, v, beta, lam, key0, has_key, mask, cu_se
     elif grid:
         reverse(d_state1, out.state0)
     if where.slots and H:
+        tile = token_tile(K, dtype, 4)
+        blocks = -(-V // tile.BV)
+        shares = energies.new_empty(blocks, 2, H, where.tokens)
+        d_scores = given.v.new_empty(blocks, where.slots, H, 64, 64)
+        common = (given.q, given.k, given.v, d_o, given.beta, given.lam, *given[5:], paths)
         start(
-            columns_gradient.backward_token, (where.slots, H),
-            given.q, given.k, given.v, d_o, given.beta, given.lam, *given[5:], paths, draw_paths(plan, v, flip=True),
-            states, out.states, out.q, out.k, out.v, out.beta, out.lam, out.key0, *tables(where)[:5], *steps,
-            BEFORE=plan.before, **settings(plan, given), **token_tile(K, V, dtype)._asdict(),
+            columns_gradient.backward_columns, (where.slots, H, blocks),
+            *common, draw_paths(plan, v, 64, flip=True), energies, states, out.states,
+            out.v, out.beta, shares, d_scores, *tables(where), *steps,
+            BEFORE=plan.before, **settings(plan, given), **tile._asdict(),
+        )  # fmt: skip
+        start(
+            columns_gradient.backward_keys, (where.slots, H),
+            *common, energies, states, out.states, shares, d_scores, out.q, out.k, out.lam, out.key0,
+            *tables(where), *steps, **settings(plan, given), **token_tile(K, dtype, 8)._asdict(),
         )  # fmt: skip
     return out.result()
