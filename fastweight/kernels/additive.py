@@ -6,9 +6,10 @@ again, and its own. With G the cumulative log2 decay of its steps, F = G or G on
     D[t, s] = 2^(F_t - G_s) w_s  (s <= t)       Band[s, j] = 1 where 0 <= s - j < R        W = D Band
     O = 2^F .* Q S_0 + (Q X^T .* W) Y           S_C = 2^G_C S_0 + X^T (W_C .* Y)           W_C = the last row, F = G_C
 
-gates.py makes w and G, `forward` walks the chunks, `backward_state` walks them in reverse for the state gradients
-alone, `backward_token` (one program a chunk) makes all else. A pair that two chunks write has its second share of the
-gradient kept apart and added by `backward_halo`, so that results do not depend on the order of programs.
+gates.py makes w and G, `fold` the sums over R steps that W consists of. `forward` walks the chunks, `backward_state`
+walks them in reverse for the state gradients alone, `backward_token` (one program a chunk) makes all else. A pair that
+two chunks write has its second share of the gradient kept apart and added by `backward_halo`, so that results do not
+depend on the order of programs.
 
 Traps: with R = 1 W is D and nothing is shared. Row i of a chunk is its step i, rows below 0 are the pairs before it.
 What a product needs transposed is made the other way round, as in solve.py; no loop is pipelined, as there.
@@ -22,6 +23,7 @@ import triton
 import triton.language as tl
 
 from fastweight.kernels.tiles import (
+    chunk_span,
     decay_before,
     decay_rows,
     fade,
@@ -34,36 +36,75 @@ from fastweight.kernels.tiles import (
 )
 
 
-@triton.jit
-def spread(weight, decay, at, g_read, t, j, high, BEFORE: tl.constexpr, WINDOW: tl.constexpr):
-    """W [64, 64]: how step t sees pair j, through the steps j .. j + R - 1 that wrote it."""
-    seen = tl.zeros([64, 64], tl.float32)
+@triton.jit(do_not_specialize=["length", "chunks", "tokens"])
+def fold(
+    weight, decay, sums, cu, chunk_seq, chunk_start, length, chunks, tokens,
+    H: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """What a chunk's end state would keep of pair j had it ended b steps after j, for b < WINDOW; then G there.
+
+    sums [chunks, H, WINDOW + 1, 64]: steps outside the chunk write nothing, and do not decay.
+    """
+    HALO: tl.constexpr = WINDOW - 1
+    chunk = tl.program_id(0)
+    h = tl.program_id(1)
+    n, first, _low, high = chunk_span(chunk, cu, chunk_seq, chunk_start, length, chunks, 64 - HALO)
+    if n < 0:
+        return
+    row = tl.arange(0, 64)
+    at = h.to(tl.int64) * tokens + first
+    shelf = sums + (chunk.to(tl.int64) * H + h) * (64 * (WINDOW + 1)) + row
+    end = tl.minimum(high, 64 - HALO)
+    kept = tl.zeros([64], tl.float32)
+    g = tl.load(decay + at + tl.zeros_like(row))
     for b in tl.static_range(WINDOW):
-        step = j + b
-        w = tl.load(weight + at + step, mask=(step >= 0) & (step < high) & (step < 65 - WINDOW), other=0.0)
-        g = tl.load(decay + at + tl.minimum(tl.maximum(step, 0), high - 1))
-        reads = t[:, None] > step[None, :] if BEFORE else t[:, None] >= step[None, :]
-        if WINDOW > 1:
-            reads = reads & (t >= 0)[:, None]
-        seen += fade(reads, g_read[:, None] - g[None, :]) * w[None, :]
+        step = row - HALO + b
+        passed = tl.load(decay + at + tl.minimum(tl.maximum(step, 0), end - 1))
+        kept = kept * tl.exp2(passed - g) + tl.load(weight + at + step, mask=(step >= 0) & (step < end), other=0.0)
+        g = passed
+        tl.store(shelf + b * 64, kept)
+    tl.store(shelf + WINDOW * 64, g)
+
+
+@triton.jit
+def spread(weight, decay, sums, at, shelf, g_read, high, BEFORE: tl.constexpr, WINDOW: tl.constexpr):
+    """W [64, 64]: how step t sees pair j. at, shelf: where a chunk starts in weight and decay, and in sums.
+
+    From R - 1 steps after j on W only decays: one exponent, and the R - 1 diagonals below it as they are.
+    """
+    row = tl.arange(0, 64)
+    i = row - (WINDOW - 1)
+    lag = i[:, None] - i[None, :]
+    if BEFORE:
+        lag -= 1
+    if WINDOW == 1:
+        w = tl.load(weight + at + i, mask=i < high, other=0.0)
+        g = decay_rows(decay, at, 0, i, high)
+    else:
+        w = tl.load(sums + shelf + (WINDOW - 1) * 64 + row)
+        g = tl.load(sums + shelf + WINDOW * 64 + row)
+    seen = fade(lag >= WINDOW - 1, g_read[:, None] - g[None, :]) * w[None, :]
+    for b in tl.static_range(WINDOW - 1):
+        seen = tl.where(lag == b, tl.load(sums + shelf + b * 64 + row)[None, :], seen)
     return seen
 
 
 @triton.jit
-def kept_of(weight, decay, at, g_last, j, high, WINDOW: tl.constexpr):
+def kept_of(weight, decay, sums, at, shelf, g_last, high, WINDOW: tl.constexpr):
     """Last row of W [64]: what the chunk's end state keeps of each pair."""
-    kept = tl.zeros([64], tl.float32)
-    for b in tl.static_range(WINDOW):
-        step = j + b
-        w = tl.load(weight + at + step, mask=(step >= 0) & (step < high) & (step < 65 - WINDOW), other=0.0)
-        g = tl.load(decay + at + tl.minimum(tl.maximum(step, 0), high - 1))
-        kept += tl.exp2(g_last - g) * w
-    return kept
+    row = tl.arange(0, 64)
+    if WINDOW == 1:
+        w = tl.load(weight + at + row, mask=row < high, other=0.0)
+        g = decay_rows(decay, at, 0, row, high)
+    else:
+        w = tl.load(sums + shelf + (WINDOW - 1) * 64 + row)
+        g = tl.load(sums + shelf + WINDOW * 64 + row)
+    return tl.exp2(g_last - g) * w
 
 
 @triton.jit(do_not_specialize=["length", "chunks", "tokens", "segments", "per_segment"])
 def forward(
-    q, k, v, key0, previous, weight, decay, state0, o, states, state1,
+    q, k, v, key0, previous, weight, decay, sums, state0, o, states, state1,
     cu, chunk_start, length, chunks, tokens, segments, per_segment,
     H: tl.constexpr, KH: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     WINDOW: tl.constexpr, SHIFT: tl.constexpr, BEFORE: tl.constexpr, SAVE: tl.constexpr, DOT: tl.constexpr,
@@ -101,15 +142,16 @@ def forward(
         else:
             g_last = tl.load(decay + line + first + high - 1)
         low_S = S.to(x.dtype)
+        at_chunk = (lead + c).to(tl.int64) * H + h
+        shelf = at_chunk * (64 * (WINDOW + 1))
         if SAVE:
-            at_chunk = (lead + c).to(tl.int64) * H + h
             tl.store(states + at_chunk * (K * V) + state_at, low_S, mask=in_state)
         p = tl.dot(qt, tl.trans(x), input_precision=DOT)
-        p *= spread(weight, decay, line + first, g_read, i, i, high, BEFORE, WINDOW)
+        p *= spread(weight, decay, sums, line + first, shelf, g_read, high, BEFORE, WINDOW)
         out = tl.dot(qt, low_S, input_precision=DOT) * tl.exp2(g_read)[:, None]
         out = tl.dot(p.to(x.dtype), y, acc=out, input_precision=DOT)
         store_tile(o, out, first, i, h, cv, own, H, V, BV)
-        kept = kept_of(weight, decay, line + first, g_last, i, high, WINDOW)
+        kept = kept_of(weight, decay, sums, line + first, shelf, g_last, high, WINDOW)
         u = (y.to(tl.float32) * kept[:, None]).to(x.dtype)
         S = tl.dot(tl.trans(x), u, acc=S * tl.exp2(g_last), input_precision=DOT)
     if state1 is not None:

@@ -35,7 +35,7 @@ from fastweight.kernels.tiles import (
 
 @triton.jit(do_not_specialize=["length", "chunks", "tokens"])
 def backward_token(
-    q, k, v, d_o, beta, lam, key0, has_key, unmasked, previous, weight, decay, states, d_states, scratch,
+    q, k, v, d_o, beta, lam, key0, has_key, unmasked, previous, weight, decay, sums, states, d_states, scratch,
     d_q, d_k, d_v, d_beta, d_lam, d_key0, halo_k, halo_v,
     cu, chunk_seq, chunk_start, length, chunks, tokens, eps, floor,
     H: tl.constexpr, KH: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
@@ -54,6 +54,7 @@ def backward_token(
     source, live = source_rows(previous, first, i, low, high, SHIFT)
     own = live & (i >= 0)
     line = h.to(tl.int64) * tokens
+    shelf = (chunk.to(tl.int64) * H + h) * (64 * (WINDOW + 1))
     g = decay_rows(decay, line, first, i, high)
     g_read = decay_before(decay, line, first, i, high) if BEFORE else g
     g_last = tl.load(decay + line + first + tl.minimum(63 - HALO, high - 1))
@@ -79,7 +80,7 @@ def backward_token(
     if WINDOW > 1:
         band = tl.where((later <= 0) & (later > -WINDOW), 1.0, 0.0).to(SUM)
         felt = tl.dot(felt.to(SUM), band, input_precision=DOT)
-        seen = spread(weight, decay, line + first, g_read, i, i, high, BEFORE, WINDOW)
+        seen = spread(weight, decay, sums, line + first, shelf, g_read, high, BEFORE, WINDOW)
         felt *= fade(reads & (i >= 0)[:, None], g_read[:, None] - g[None, :])
     else:
         alive = fade(reads, g_read[:, None] - g[None, :])
@@ -94,7 +95,7 @@ def backward_token(
     felt = tl.dot((felt * w[None, :]).to(SUM), before, input_precision=DOT)
     d_log = tl.sum(tl.where(reads, felt, 0.0), axis=0)
     last = tl.exp2(g_last - g)
-    kept = kept_of(weight, decay, line + first, g_last, i, high, WINDOW)
+    kept = kept_of(weight, decay, sums, line + first, shelf, g_last, high, WINDOW)
     at_state = (chunk.to(tl.int64) * H + h) * (K * V)
     met = tl.zeros([64], tl.float32)
     for start in range(0, V, BV):

@@ -26,6 +26,17 @@ from fastweight.kernels.launch import (
 )
 
 
+def fold(plan: Any, where: Geometry, weight: Tensor, decay: Tensor) -> Tensor:
+    """Sums over the steps of a window that the kernels look up; nothing at window 1."""
+    H = weight.shape[0]
+    sums = weight.new_empty(where.slots if plan.window > 1 else 0, H, plan.window + 1, 64)
+    if sums.numel():
+        start(
+            additive.fold, (where.slots, H), weight, decay, sums, *tables(where), H=H, WINDOW=plan.window, num_warps=2
+        )
+    return sums
+
+
 def forward(plan, q, k, v, beta, lam, state0, key0, has_key, mask, cu_seqlens, save):
     """o, final S, weights, log-decay and chunk states of the inner-product class."""
     given = Inputs.of(plan, q, k, v, beta, lam, key0, has_key, mask)
@@ -35,6 +46,7 @@ def forward(plan, q, k, v, beta, lam, state0, key0, has_key, mask, cu_seqlens, s
     state1 = torch.empty(where.sequences, H, K, V, dtype=torch.float32, device=v.device)
     states = v.new_empty(where.slots if save else 0, H, K, V)
     weight, decay = make_steps(plan, given, where, nonzero=False)
+    sums = fold(plan, where, weight, decay)
     tile = serial_tile(K, V, dtype)
     grid = where.sequences * H * triton.cdiv(V, tile.BV)
     walk = Walk.of(where, grid)
@@ -42,7 +54,7 @@ def forward(plan, q, k, v, beta, lam, state0, key0, has_key, mask, cu_seqlens, s
     def run(state0: Tensor | None, state1: Tensor, save: bool) -> None:
         start(
             additive.forward, (grid * walk.segments,),
-            given.q, given.k, given.v, given.key0, given.previous, weight, decay,
+            given.q, given.k, given.v, given.key0, given.previous, weight, decay, sums,
             None if state0 is None else state0.contiguous(), o, states, state1, *walk.arguments,
             V=V, WINDOW=plan.window, SHIFT=int(plan.shift), BEFORE=plan.before, SAVE=save, DOT=precision(dtype),
             **given.widths, **tile._asdict(),
@@ -88,7 +100,8 @@ def backward(plan, d_o, d_state1, q, k, v, beta, lam, key0, has_key, mask, cu_se
     if where.slots and H:
         start(
             additive_gradient.backward_token, (where.slots, H),
-            given.q, given.k, given.v, d_o, given.beta, given.lam, *given[5:], weight, decay, states, out.states,
+            given.q, given.k, given.v, d_o, given.beta, given.lam, *given[5:], weight, decay,
+            fold(plan, where, weight, decay), states, out.states,
             out.nothing.new_empty(2 * H, where.tokens), out.q, out.k, out.v, out.beta, out.lam, out.key0,
             halo_k, halo_v, *tables(where), float(plan.eps), float(plan.floor), SUM=sum_dtype(dtype),
             **flags, **given.widths, **gate_flags(plan), **token_tile(K, V, dtype)._asdict(),
