@@ -1,4 +1,4 @@
-"""Addition: train, evaluate and ask models of the addition task, and the demo."""
+"""Addition: train and evaluate models of the addition task, and the demo."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -44,21 +44,6 @@ def eval_addition(
 ) -> None:
     """Score trained models by width: a table, JSON, Markdown and a picture."""
     _evaluate_addition(runs, out, _width_range(widths), problems, generate)
-
-
-@app.command(epilog='Example: fastweight generate runs/addition-tiny/falcon-3a "12+34="')
-def generate(
-    run: Annotated[Path, typer.Argument(help="Run directory or checkpoint of an addition model.")],
-    prompts: Annotated[list[str], typer.Argument(help='Sums such as "12+34=": two numbers of the same length.')],
-) -> None:
-    """Let an addition model answer sums (digits come out least significant first), and check the answers."""
-    from fastweight.evaluation.addition import answer, find_checkpoint, load_model
-
-    checkpoint, _ = find_checkpoint(run, console().print)
-    model = load_model(checkpoint)
-    for prompt in prompts:
-        given, right = answer(model, prompt)
-        print(f"{prompt}{given}  ({'right' if given == right else f'wrong, {right} is right'})")
 
 
 @app.command(epilog="Example: fastweight demo --out runs/demo")
