@@ -85,6 +85,10 @@ ON_HOPPER = [
 ]
 
 
+def name(test) -> str:
+    return f"{test.rule}-{'x'.join(map(str, test.shape))}"
+
+
 class TestOnHopper:
     pytestmark = gpu
 
@@ -95,11 +99,11 @@ class TestOnHopper:
             pytest.skip("needs a Hopper device")
         monkeypatch.setattr(launch_solve, "PLAIN", None)
 
-    @pytest.mark.parametrize("test", ON_HOPPER, ids=str)
+    @pytest.mark.parametrize("test", ON_HOPPER, ids=name)
     def test_bfloat16(self, test):
         check(test, torch.bfloat16, "cuda")
 
-    @pytest.mark.parametrize("test", [ON_HOPPER[0], ON_HOPPER[5]], ids=str)
+    @pytest.mark.parametrize("test", [ON_HOPPER[0], ON_HOPPER[5]], ids=name)
     def test_float16(self, test):
         check(test, torch.float16, "cuda")
 
