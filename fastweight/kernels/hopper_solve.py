@@ -179,7 +179,7 @@ def forward(
     if state0 is None:
         S = gl.zeros([64, K], gl.float32, wide)
     else:
-        S = gl.load(state0 + state_at)
+        S = gl.load(state0 + state_at).to(gl.float32)
     none = gl.zeros([64, 64], gl.float32, rows)
 
     for c in range(0, count):
@@ -371,7 +371,7 @@ def backward_state(
     if d_state1 is None:
         dS = gl.zeros([64, K], gl.float32, wide)
     else:
-        dS = gl.load(d_state1 + state_at)
+        dS = gl.load(d_state1 + state_at).to(gl.float32)
     none = gl.zeros([64, 64], gl.float32, rows)
 
     for c in range(0, count):
