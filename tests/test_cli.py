@@ -58,6 +58,7 @@ def test_the_commands_are_these() -> None:
         "bench",
         "demo",
         "eval addition",
+        "eval harness",
         "eval ppl",
         "generate",
         "info",

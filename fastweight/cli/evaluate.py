@@ -78,6 +78,51 @@ def eval_ppl(
             print(f"{file.suffix[1:]:<4} {file}")
 
 
+@eval_app.command("harness", epilog="Example: fastweight eval harness runs/falcon-1.3 --num-fewshot 1")
+def eval_harness(
+    runs: RunDirs,
+    tasks: Annotated[str | None, typer.Option(help="Names, by commas; default: the paper's eight.")] = None,
+    num_fewshot: Annotated[
+        int | None, typer.Option(min=0, help="Solved examples in front of each question; default: as each task says.")
+    ] = None,
+    include: Annotated[Path | None, typer.Option(help="Directory with task files of your own.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Score only the first so many samples of each task.")] = None,
+    length: Annotated[
+        int | None, typer.Option(min=1, help="Longest context; default: the training sequences'.")
+    ] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Requests at a time.")] = 8,
+    tokenizer: TokenizerName = None,
+    dtype: Dtype = "auto",
+    out: Annotated[Path | None, typer.Option(help="Directory for harness.json.")] = None,
+) -> None:
+    """Tasks of lm-evaluation-harness, and the average accuracy; needs the `eval` extra."""
+    need("lm_eval", "the harness", extra="eval")
+    from fastweight.evaluation import harness
+    from fastweight.evaluation.checkpoint import load_language_model
+    from fastweight.files import write_json
+
+    names = list(harness.PAPER) if tasks is None else [name.strip() for name in tasks.split(",")]
+    told, results = console(), {}
+    for run, name in zip(runs, _names(runs), strict=True):
+        loaded = load_language_model(run, tokenizer=tokenizer, dtype=dtype, name=name, say=told.print)
+        results[loaded.name] = harness.evaluate(
+            loaded,
+            names,
+            num_fewshot=num_fewshot,
+            include=include,
+            limit=limit,
+            length=length,
+            batch_size=batch_size,
+            say=told.print,
+        )
+    Console().print(harness.table(results))
+    if out is not None:
+        settings = {"num_fewshot": num_fewshot, "limit": limit, "length": length, "dtype": dtype}
+        out.mkdir(parents=True, exist_ok=True)
+        write_json(out / "harness.json", harness.to_json(results, settings))
+        print(f"json {out / 'harness.json'}")
+
+
 def _names(runs: list[Path]) -> list[str]:
     """The directories' own names where they tell the runs apart, else the paths."""
     short = [run.resolve().name for run in runs]
