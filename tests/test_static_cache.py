@@ -137,7 +137,7 @@ def test_generate_decodes_through_the_recording(mixer, recordings, monkeypatch):
     assert len(recordings) == 1
 
 
-@pytest.mark.parametrize("mixer", ["falcon-1"])
+@pytest.mark.parametrize("mixer", ["falcon-1a"])
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch.compile does it itself
 def test_a_compiled_token_is_compiled_once(mixer):
     model, ids = build(mixer, num_hidden_layers=1), tokens(2, 12)
