@@ -143,7 +143,9 @@ def steps(
     else:
         col = tl.arange(0, BK)
         x = load_keys(k, key0, previous, source, live, first, i, low, n, kh, col, KH, K, SHIFT, BK).to(tl.float32)
-        energy, count = window_energy(tl.sum(x * x, axis=1), pair, WINDOW)
+        # Gathered, so that each thread goes on with one row instead of copies of sixteen.
+        energy = tl.gather(tl.sum(x * x, axis=1), tl.arange(0, 64), axis=0)
+        energy, count = window_energy(energy, pair, WINDOW)
         eta, _r, _d, alpha, carry, _o, writes = step_sizes(energy, gain, ridge, pair & own, eps, floor, SCALED, DIRECT)
         w = eta / count
         log_decay = tl.where(writes, step_log_decay(alpha, carry, floor), 0.0)
