@@ -34,7 +34,7 @@ RECIPES = (
 )  # fmt: skip
 LONG = ("falcon-1.3", "gated-deltanet", "transformer", "llama", "fla")
 DECODED = ("falcon-1.3", "gated-deltanet", "transformer", "fla", "llama")
-PLACES = ((1, 1024), (64, 1024), (1, 32768), (64, 32768))
+PLACES = "1,64 1024,32768"
 AT_ONCE = 5
 WORKER = (sys.executable, "-m", "benchmarks.lm_worker")
 
@@ -44,8 +44,7 @@ def all_cases() -> list[str]:
     first, *others = RECIPES
     trained = [f"train {name} 32 1024" for name in (first, "fla", "llama", *others)]
     trained[4:4] = [f"train {name} 2 16384" for name in LONG]
-    decoded = [f"decode {name} {batch} {prompt}" for batch, prompt in PLACES for name in DECODED]
-    return trained + decoded
+    return trained[:9] + [f"decode {name} {PLACES}" for name in DECODED] + trained[9:]
 
 
 @dataclass
@@ -55,7 +54,8 @@ class Worker:
     case: str
     process: subprocess.Popen[bytes]
     began: float
-    found: dict[str, Any] = field(default_factory=dict)
+    start: dict[str, Any] = field(default_factory=dict)  # what it said when it was ready
+    results: list[dict[str, Any]] = field(default_factory=list)
     tail: list[str] = field(default_factory=list)
     unfinished: bytes = b""  # a line of which the end has not come yet
     ready: bool = False
@@ -99,7 +99,8 @@ def run(cases: list[str], limit: float, box: float, profile: bool, caches: str, 
                 _continue(active)
                 for pipe in (worker.process.stdin, worker.process.stdout):
                     pipe.close()  # type: ignore[union-attr]
-                done(row_of(worker))
+                for row in rows_of(worker):
+                    done(row)
         _let_one_measure(active)
 
 
@@ -112,8 +113,10 @@ def _hear(worker: Worker) -> bool:
         text = line.decode(errors="replace").rstrip()
         if text.startswith("@"):
             found = json.loads(text[1:])
-            worker.ready |= found.pop("kind") == "ready"
-            worker.found |= found
+            if found.pop("kind") == "ready":
+                worker.ready, worker.start = True, found
+            else:
+                worker.results.append(found)
         elif text:
             worker.tail = [*worker.tail[-60:], text]
     return bool(heard)
@@ -152,16 +155,18 @@ def _ended(worker: Worker, too_long: bool) -> bool:
     return True
 
 
-def row_of(worker: Worker) -> dict[str, Any]:
-    """What is known of a case that ended."""
+def rows_of(worker: Worker) -> list[dict[str, Any]]:
+    """What is known of a case that ended: a row for each result, and one for failure."""
     what, name, batch, length = worker.case.split()
-    row: dict[str, Any] = {"what": what, "name": name, "batch": int(batch), "length": int(length)} | worker.found
-    if "tokens_per_second" not in row:
-        row["failed"] = " | ".join(worker.tail[-4:])[-400:] or f"exit code {worker.process.returncode}"
-    print(json.dumps(row), flush=True)
-    if "failed" in row or any("launches" in line for line in worker.tail):
+    rows = [{"what": what, "name": name} | worker.start | result for result in worker.results]
+    if worker.process.returncode or not rows:
+        reason = " | ".join(worker.tail[-4:])[-400:] or f"exit code {worker.process.returncode}"
+        rows.append({"what": what, "name": name, "batch": batch, "length": length, "failed": reason})
+    for row in rows:
+        print(json.dumps(row), flush=True)
+    if "failed" in rows[-1] or any("launches" in line for line in worker.tail):
         print("\n".join(worker.tail[-45:]), flush=True)
-    return row
+    return rows
 
 
 def machine() -> dict[str, str]:

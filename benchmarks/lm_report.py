@@ -33,7 +33,8 @@ def good(rows: list[Row], what: str, batch: int, length: int) -> list[Row]:
 
 
 def places(rows: list[Row], what: str) -> list[tuple[int, int]]:
-    return sorted({(row["batch"], row["length"]) for row in rows if row["what"] == what}, key=lambda p: (p[1], p[0]))
+    found = {(row["batch"], row["length"]) for row in rows if row["what"] == what and "failed" not in row}
+    return sorted(found, key=lambda place: (place[1], place[0]))
 
 
 def training_tables(rows: list[Row]) -> list[str]:

@@ -1,9 +1,10 @@
 """One case of the language-model benchmark in a process of its own: `python -m benchmarks.lm_worker CASE`.
 
-A case is "train NAME BATCH LENGTH" or "decode NAME BATCH PROMPT"; NAME is a recipe, "fla" (FLA's GatedDeltaNet model,
-12 layers, 6 heads of 128, expand_v 1, fused cross-entropy) or "llama" (transformers' Llama, 12 layers of width 768,
-SDPA, torch.compile). All of them hold bfloat16 weights (our gates float32) and train on random tokens with fused AdamW
-and clipping at 1.0. The process imports, compiles and warms up at once, says so, and measures when its input says "go",
+A case is "train NAME BATCH LENGTH" or "decode NAME BATCH,... PROMPT,..." (every batch after every prompt). NAME is a
+recipe, "fla" (FLA's GatedDeltaNet model, 12 layers, 6 heads of 128, expand_v 1, fused cross-entropy) or "llama"
+(transformers' Llama, 12 layers of width 768, SDPA, torch.compile). All of them hold bfloat16 weights (our gates float32)
+and train on random tokens with fused AdamW and clipping at 1.0, float32 products in TF32. The process imports, compiles
+and warms up at once, says so, and measures when its input says "go",
 so that one process at a time uses the device for what is timed.
 
 Traps: seconds to the first step count from the start of the process, imports included, with other cases compiling
@@ -118,6 +119,8 @@ def train(name: str, batch: int, length: int, profile: bool) -> None:
     seconds = [_seconds(lambda: [step() for _ in range(STEPS)]) / STEPS for _ in range(ROUNDS)]
     say(
         "result",
+        batch=batch,
+        length=length,
         parameters=sum(p.numel() for p in parameters),
         tokens_per_second=[round(batch * length / s) for s in sorted(seconds)],
         peak_gib=round(torch.cuda.max_memory_allocated() / 2**30, 2),
@@ -152,30 +155,35 @@ def profiled(step: Callable[[], Any]) -> str:
     return "\n".join(lines)
 
 
-def decode(name: str, batch: int, prompt: int) -> None:
-    """Tokens/s of greedy decoding after a prompt, seconds of the prompt, peak memory."""
+@torch.no_grad()
+def decode(name: str, batches: list[int], prompts: list[int]) -> None:
+    """Tokens/s of greedy decoding after prompts, tokens/s of the prompts, peak memory."""
     model = model_of(name, compiled=False).eval()
+    for batch in batches:
+        _decoder(name, model, torch.zeros(batch, min(4096, prompts[0]), dtype=torch.long, device="cuda"))(3)
+    say("ready", first_step_s=round(age(), 1))
+    wait_for_go()
+    for prompt in prompts:
+        for batch in batches:
+            say("result", batch=batch, length=prompt, **_decoded(name, model, batch, prompt))
+
+
+def _decoded(name: str, model: Any, batch: int, prompt: int) -> dict[str, Any]:
     random = torch.Generator("cuda").manual_seed(0)
     ids = torch.randint(VOCAB, (batch, prompt), generator=random, device="cuda")
-    with torch.no_grad():
-        small = _decoder(name, model, ids[:, :64])
-        small(3)
-        say("ready", first_step_s=round(age(), 1))
-        wait_for_go()
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        holder: dict[str, Any] = {}
-        prefill = _seconds(lambda: holder.update(more=_decoder(name, model, ids)))
-        holder["more"](4)
-        seconds = _seconds(lambda: holder["more"](NEW_TOKENS))
-    say(
-        "result",
-        parameters=sum(p.numel() for p in model.parameters()),
-        tokens_per_second=[round(batch * NEW_TOKENS / seconds, 1)],
-        prefill_tokens_per_second=round(batch * prompt / prefill),
-        peak_gib=round(torch.cuda.max_memory_allocated() / 2**30, 2),
-        cuda_graph=holder["more"].graph,
-    )
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    holder: dict[str, Any] = {}
+    prefill = _seconds(lambda: holder.update(more=_decoder(name, model, ids)))
+    holder["more"](4)
+    seconds = _seconds(lambda: holder["more"](NEW_TOKENS))
+    return {
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "tokens_per_second": [round(batch * NEW_TOKENS / seconds, 1)],
+        "prefill_tokens_per_second": round(batch * prompt / prefill),
+        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
+        "cuda_graph": holder["more"].graph,
+    }
 
 
 class _Decoder:
@@ -225,11 +233,13 @@ def _decoder(name: str, model: Any, ids: Tensor) -> _Decoder:
 
 
 def main() -> None:
-    what, name, batch, length = sys.argv[1:5]
+    what, name, *sizes = sys.argv[1:5]
+    batches, lengths = ([int(size) for size in text.split(",")] for text in sizes)
+    torch.set_float32_matmul_precision("high")
     if what == "train":
-        train(name, int(batch), int(length), "--profile" in sys.argv)
+        train(name, batches[0], lengths[0], "--profile" in sys.argv)
     else:
-        decode(name, int(batch), int(length))
+        decode(name, batches, lengths)
 
 
 if __name__ == "__main__":

@@ -22,10 +22,13 @@ with open(sys.argv[0] + ".log", "a") as log:
     print("begin", file=log, flush=True)
     time.sleep(0.2)
     print("end", file=log, flush=True)
-rates = [int(batch) * 100, int(batch) * 90, int(batch) * 110]
+batch = int(batch)
+rates = [batch * 100, batch * 90, batch * 110]
 extra = {"prefill_tokens_per_second": 5, "cuda_graph": True} if what == "decode" else {}
-said = {"kind": "result", "parameters": 10**8, "tokens_per_second": rates, "peak_gib": 2.5} | extra
+extra |= {"batch": batch, "length": int(length), "parameters": 10**8, "peak_gib": 2.5}
+said = {"kind": "result", "tokens_per_second": rates} | extra
 print("@" + json.dumps(said), flush=True)
+if what == "decode": print("@" + json.dumps(said | {"batch": 3, "tokens_per_second": [7]}), flush=True)
 """
 
 
@@ -37,7 +40,9 @@ def test_cases_take_turns_and_failures_cost_one_case(tmp_path: Path, monkeypatch
     done = lm.Collected(tmp_path / "out" / "lm.json", add=False)
     cases = ["train first 8 16", "train slow 8 16", "train wrong 8 16", "train second 4 16", "decode first 2 16"]
     lm.run(cases, limit=60, box=6, profile=False, caches=str(tmp_path), done=done)
-    rows = {(row["what"], row["name"]): row for row in json.loads((tmp_path / "out" / "lm.json").read_text())["rows"]}
+    found = json.loads((tmp_path / "out" / "lm.json").read_text())["rows"]
+    rows = {(row["what"], row["name"]): row for row in found}
+    assert len(found) == 6
     assert set(rows) == {(case.split()[0], case.split()[1]) for case in cases}
     assert "no such kernel" in rows["train", "wrong"]["failed"]
     assert "took too long" in rows["train", "slow"]["failed"]
@@ -48,6 +53,7 @@ def test_cases_take_turns_and_failures_cost_one_case(tmp_path: Path, monkeypatch
     text = files[1].read_text()
     assert "| first | 100.0M | 800 | 720 to 880 | 0.1 % | 2.5 | 1 |" in text
     assert "| first | 200 | yes | 5 | 2.5 |" in text
+    assert "| first | 7 | yes | 5 | 2.5 |" in text
     assert "* train wrong 8 x 16" in text
     assert files[2].read_bytes().startswith(b"\x89PNG")
 
