@@ -20,7 +20,7 @@ def given(K=64, V=64, dtype=torch.bfloat16, **around) -> launch.Inputs:
 
 @pytest.fixture
 def hopper(monkeypatch):
-    monkeypatch.setattr(launch_hopper, "_available", lambda device: True)
+    monkeypatch.setattr(launch_hopper, "available", lambda device: True)
 
 
 @pytest.mark.parametrize("K", [64, 128])
