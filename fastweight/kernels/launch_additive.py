@@ -6,7 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
-from fastweight.kernels import additive, additive_gradient
+from fastweight.kernels import additive, additive_gradient, launch_hopper_gradient
 from fastweight.kernels.geometry import Geometry
 from fastweight.kernels.launch import (
     Gradients,
@@ -71,6 +71,19 @@ def forward(plan, q, k, v, beta, lam, state0, key0, has_key, mask, cu_seqlens, s
     return o, state1, weight, decay, states
 
 
+def _backward_token(plan, given, where, d_o, saved, out, halo) -> None:
+    weight, decay, sums, states = saved
+    H, K, V, dtype = given.v.shape[2], given.q.shape[3], given.v.shape[3], given.v.dtype
+    start(
+        additive_gradient.backward_token, (where.slots, H),
+        given.q, given.k, given.v, d_o, given.beta, given.lam, *given[5:], weight, decay, sums, states, out.states,
+        out.nothing.new_empty(2 * H, where.tokens), out.q, out.k, out.v, out.beta, out.lam, out.key0,
+        *halo, *tables(where), float(plan.eps), float(plan.floor), SUM=sum_dtype(dtype), WINDOW=plan.window,
+        BEFORE=plan.before, DOT=precision(dtype), V=V, **given.widths, **gate_flags(plan),
+        **token_tile(K, V, dtype)._asdict(),
+    )  # fmt: skip
+
+
 def backward(plan, d_o, d_state1, q, k, v, beta, lam, key0, has_key, mask, cu_seqlens, saved, want_state):
     """Gradients of q, k, v, beta, lam, the initial S and the initial key."""
     weight, decay, states = saved
@@ -98,14 +111,10 @@ def backward(plan, d_o, d_state1, q, k, v, beta, lam, key0, has_key, mask, cu_se
     elif grid:
         reverse(d_state1, out.state0)
     if where.slots and H:
-        start(
-            additive_gradient.backward_token, (where.slots, H),
-            given.q, given.k, given.v, d_o, given.beta, given.lam, *given[5:], weight, decay,
-            fold(plan, where, weight, decay), states, out.states,
-            out.nothing.new_empty(2 * H, where.tokens), out.q, out.k, out.v, out.beta, out.lam, out.key0,
-            halo_k, halo_v, *tables(where), float(plan.eps), float(plan.floor), SUM=sum_dtype(dtype),
-            **flags, **given.widths, **gate_flags(plan), **token_tile(K, V, dtype)._asdict(),
-        )  # fmt: skip
+        fast = launch_hopper_gradient.fits(given, d_o, states)
+        rest = launch_hopper_gradient.additive if fast else _backward_token
+        sums = fold(plan, where, weight, decay)
+        rest(plan, given, where, d_o, (weight, decay, sums, states), out, (halo_k, halo_v))
     if shared and H:
         start(
             additive_gradient.backward_halo, (where.slots, H),

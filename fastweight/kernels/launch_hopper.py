@@ -32,11 +32,11 @@ def fits(given: Inputs, where_cu: Tensor | None) -> bool:
     if not (dense and shaped and small):
         return False
     aligned = all(tensor.data_ptr() % 16 == 0 for tensor in (given.q, given.k, given.v))
-    return aligned and _available(given.v.device)
+    return aligned and available(given.v.device)
 
 
 @cache
-def _available(device: torch.device) -> bool:
+def available(device: torch.device) -> bool:
     """Hopper, and a Triton release whose Gluon the kernels are written for."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
         return False
@@ -50,7 +50,7 @@ def _layout(rank: int) -> Any:
     return NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=rank)
 
 
-def _descriptor(tensor: Tensor, shape: list[int], strides: list[int], block: list[int]) -> Any:
+def descriptor(tensor: Tensor, shape: list[int], strides: list[int], block: list[int]) -> Any:
     """A TMA descriptor without its constructor, whose checks take longer than all else here and cannot fail."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -64,13 +64,13 @@ def tiles(tensor: Tensor, width: int, rows: int = 64) -> Any:
     """Descriptor of `rows` tokens by `width` columns of [B, T, heads, columns]; past either end of T it reads zeros."""
     B, T, heads, columns = tensor.shape
     row = heads * columns
-    return _descriptor(tensor, [B, T, row], [T * row, row, 1], [1, rows, width])
+    return descriptor(tensor, [B, T, row], [T * row, row, 1], [1, rows, width])
 
 
 def blocks(tensor: Tensor, rows: int) -> Any:
     """Descriptor of `rows` by 64 of a tensor [..., columns]."""
     columns = tensor.shape[-1]
-    return _descriptor(tensor, [tensor.numel() // columns, columns], [columns, 1], [rows, 64])
+    return descriptor(tensor, [tensor.numel() // columns, columns], [columns, 1], [rows, 64])
 
 
 def walk_of(where: Geometry, given: Inputs) -> Walk:

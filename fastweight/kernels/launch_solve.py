@@ -11,7 +11,7 @@ import torch
 import triton
 from torch import Tensor
 
-from fastweight.kernels import launch_hopper, solve, solve_gradient
+from fastweight.kernels import launch_hopper, launch_hopper_gradient, solve, solve_gradient
 from fastweight.kernels.geometry import Geometry
 from fastweight.kernels.launch import (
     Gradients,
@@ -99,6 +99,18 @@ def _backward_state(plan, given, walk, rates, inverse, d_o, d_end, d_start, kept
     )  # fmt: skip
 
 
+def _backward_token(plan, given, where, d_o, saved, out) -> None:
+    eta, decay, residual, states = saved
+    H, K, V, dtype = given.v.shape[2], given.q.shape[3], given.v.shape[3], given.v.dtype
+    start(
+        solve_gradient.backward_token, (where.slots, H),
+        given.q, given.k, d_o, given.beta, given.lam, *given[5:], eta, decay, residual, states, out.v, out.states,
+        torch.empty_like(decay), out.q, out.k, out.beta, out.lam, out.key0, *tables(where),
+        float(plan.eps), float(plan.floor), SUM=sum_dtype(dtype), DECAYED=plan.decayed, BEFORE=plan.before,
+        DOT=precision(dtype), V=V, **given.widths, **gate_flags(plan), **token_tile(K, V, dtype)._asdict(),
+    )  # fmt: skip
+
+
 PLAIN = Engine(_prepare, _forward, _advance, _backward_state)
 HOPPER = Engine(launch_hopper.prepare, launch_hopper.forward, launch_hopper.advance, launch_hopper.backward_state)
 
@@ -159,7 +171,7 @@ def backward(plan, d_o, d_state1, q, k, v, beta, lam, key0, has_key, mask, cu_se
     """Gradients of q, k, v, beta, lam, the initial S and the initial key."""
     eta, decay, inverse, residual, states = saved
     given = Inputs.of(plan, q, k, v, beta, lam, key0, has_key, mask)
-    (B, T, H, V), K, dtype = v.shape, q.shape[3], v.dtype
+    (B, T, H, V), K = v.shape, q.shape[3]
     where = Geometry.of(B, T, cu_seqlens)
     d_o = d_o.contiguous()
     d_o = d_o.clone() if d_o.data_ptr() % 16 else d_o  # what TMA reads is aligned
@@ -176,13 +188,9 @@ def backward(plan, d_o, d_state1, q, k, v, beta, lam, key0, has_key, mask, cu_se
     if pieces is not None and walk.segments > 1:
         out.state0 = walk.pieces(pieces)[:, 0].contiguous()
     if where.slots and H:
-        start(
-            solve_gradient.backward_token, (where.slots, H),
-            given.q, given.k, d_o, given.beta, given.lam, *given[5:], eta, decay, residual, states, out.v, out.states,
-            torch.empty_like(decay), out.q, out.k, out.beta, out.lam, out.key0, *tables(where),
-            float(plan.eps), float(plan.floor), SUM=sum_dtype(dtype), DECAYED=plan.decayed, BEFORE=plan.before,
-            DOT=precision(dtype), V=V, **given.widths, **gate_flags(plan), **token_tile(K, V, dtype)._asdict(),
-        )  # fmt: skip
+        fast = launch_hopper_gradient.fits(given, d_o, states)
+        rest = launch_hopper_gradient.solve if fast else _backward_token
+        rest(plan, given, where, d_o, (eta, decay, residual, states), out)
     return out.result()
 
 
