@@ -1,6 +1,6 @@
 """Scalar-gain regression, the part of backward that is parallel over chunks: dY and state gradients -> the rest.
 
-Notation and algebra as in solve.py. Traps: no loop is pipelined: with two stages gradients are wrong on Triton 3.6.
+Notation and algebra as in solve.py. For every call; hopper_solve_gradient.py is faster for some. Traps: no loop is pipelined: with two stages gradients are wrong on Triton 3.6.
 What a product needs transposed is made the other way round, never transposed from an accumulator. The gradient of a
 log-decay is a sum of terms that all carry it, not a difference of totals, or strong decay drowns it.
 """
