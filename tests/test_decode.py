@@ -230,6 +230,11 @@ class TestOnDevice:
     def test_widths(self, name, widths):
         check(name, torch.float32, "cuda", True, shape=(5, 9, 1, 2, *widths))
 
+    @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+    def test_on_a_device_that_is_not_the_current_one(self):
+        assert torch.cuda.current_device() == 0
+        check("falcon-3", torch.bfloat16, "cuda:1", True)
+
     @pytest.mark.parametrize("name", ["falcon-1", "falcon-3"])
     def test_captured_in_place(self, name):
         """A graph replayed token after token moves the one state that it was captured with."""

@@ -418,6 +418,12 @@ class TestOnDevice:
     def test_sequences_in_pieces(self, test, dtype):
         check(at(test, 1, 2200, 1, 1, 128, 128), dtype, "cuda")
 
+    @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+    @pytest.mark.parametrize("test", LARGE, ids=lambda test: test.rule)
+    def test_on_a_device_that_is_not_the_current_one(self, test):
+        assert torch.cuda.current_device() == 0
+        check(at(test, 1, 100, 1, 2, 128, 128), torch.bfloat16, "cuda:1")
+
     def test_same_result_twice(self):
         test = case("falcon-1", shape=(2, 300, 2, 2, 128, 128))
         inputs, around = make(test, torch.bfloat16, "cuda"), surroundings(test, "cuda")
