@@ -6,6 +6,8 @@ form of the memory has none, so a model's single token counts its matrices alone
 through the plain (MATH) kernel.
 """
 
+from pathlib import Path
+
 import pytest
 import torch
 import yaml
@@ -124,6 +126,36 @@ def test_named_recipes_have_the_papers_size_and_setting(name):
     )
     assert (optimizer.learning_rate, optimizer.warmup_steps, optimizer.betas) == (1e-3, 2000, (0.9, 0.95))
     assert (optimizer.weight_decay, optimizer.clip, optimizer.base_width) == (0.1, 1.0, 768)
+
+
+def test_the_table_of_recipes_is_what_is_counted():
+    page = (Path(__file__).parents[1] / "docs" / "RECIPES.md").read_text(encoding="utf-8")
+    rows = {
+        name: cells
+        for name, *cells in (map(str.strip, line.split("|")[1:-1]) for line in page.splitlines() if "| `" in line)
+    }
+    assert sorted(rows) == sorted(f"`{name}`" for name in PAPER_SIZES)
+    for name in PAPER_SIZES:
+        config = config_of_run(load_recipe(name))
+        model, H = meta_model(config), config.num_attention_heads
+        assert rows[f"`{name}`"] == [
+            f"{num_parameters(model) / 1e6:.1f}M",
+            f"{num_parameters(model, embeddings=False) / 1e6:.1f}M",
+            str(config.num_hidden_layers),
+            f"{H} x {config.key_dim or config.hidden_size // H}",
+            str(config.intermediate_size or "none"),
+            f"{state_bytes(config, 1024) / 1e6:.1f} MB",
+            f"{flops_per_token(config, 1024) / 1e6:.0f}M",
+            f"{flops_per_token(config, 1024, training=False) / 1e6:.0f}M",
+        ], name
+
+
+@pytest.mark.parametrize("pairing", ["next-latent", "same-step"])
+@pytest.mark.parametrize("timing", ["read-after-write", "read-before-write"])
+def test_the_four_cells_are_two_words_apart(pairing, timing):
+    config = config_of_run(load_recipe("falcon-1.3", [f"model.pairing={pairing}", f"model.timing={timing}"]))
+    rule = meta_model(config).model.layers[0].mixer.rule
+    assert (rule.pairing, rule.timing, rule.step) == (pairing, timing, "direct")
 
 
 def test_info_tells_the_cost_and_every_setting(capsys, monkeypatch):
