@@ -9,9 +9,9 @@ import torch
 from test_kernels import DTYPES, INTERPRETED, WIDTHS, at, case, check, gpu, interpreted, kernel, make, outcome
 
 COLUMNS = [
-    case("falcon-2a", shape=(2, 70, 1, 2, 24, 20), state=True, key=True),
+    case("falcon-2a", shape=(1, 70, 1, 2, 24, 20), state=True, key=True),
     case("falcon-2a", {"timing": "read-before-write"}, shape=(1, 90, 1, 1, 16, 16), cuts=(0, 1, 1, 70, 90), key=True),
-    case("falcon-2a", {"ridge": "scaled"}, shape=(1, 70, 1, 2, 16, 16), state=True, key=True, mask=True),
+    case("falcon-2a", {"ridge": "scaled"}, shape=(2, 66, 1, 1, 16, 16), state=True, key=True, mask=True),
     case("falcon-2a", {"step": "direct", "pairing": "same-step"}, shape=(1, 70, 1, 1, 16, 40), mask=True),
     case("falcon-2a", ridge=1e6, shape=(1, 70, 1, 1, 16, 16)),
     case("falcon-2a", {"step": "direct", "ridge": "scaled", "timing": "read-before-write"}, zero_beta=True, ridge=0.1),

@@ -16,6 +16,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from fastweight.kernels.continuation import Tail, continued
+
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WIDEST = 256
 LONGEST_WINDOW = 8
@@ -37,14 +39,10 @@ def supported(
     has_key: Tensor | None = None,
     mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
-    continues: bool = False,
 ) -> str | None:
-    """Why `scan` cannot run this call, or None if it can; nothing is read from the device.
-
-    continues: whether the initial state may hold pairs of an earlier window (it is not fresh).
-    """
+    """Why `scan` cannot run this call, or None if it can; nothing is read from the device."""
     return (
-        _rule_reason(rule, log_decay, mask, continues)
+        _rule_reason(rule, log_decay, mask)
         or _tensor_reason(q, k, v, rule)
         or _surroundings_reason(k, v, (key, mask, cu_seqlens))
         or _gate_reason(v, rule, {"beta": beta, "lam": lam, "log_decay": log_decay, "S": S, "key": key})
@@ -81,7 +79,7 @@ def step_supported(
     return _width_reason(q, k, v) or _dtype_reason(v, given) or _machine_reason(v.device)
 
 
-def _rule_reason(rule: Any, log_decay: Tensor | None, mask: Tensor | None, continues: bool) -> str | None:
+def _rule_reason(rule: Any, log_decay: Tensor | None, mask: Tensor | None) -> str | None:
     if rule.read != "plain":
         return "no kernel for the normalised read"
     if rule.window == 1:
@@ -90,8 +88,8 @@ def _rule_reason(rule: Any, log_decay: Tensor | None, mask: Tensor | None, conti
         return "no kernel for regression over a window yet"
     if rule.window > LONGEST_WINDOW:
         return f"no kernel for windows above {LONGEST_WINDOW}"
-    if mask is not None or continues or log_decay is not None:
-        return "no kernel for a window with a mask, with pairs of an earlier call, or with given log-decays"
+    if mask is not None or log_decay is not None:
+        return "no kernel for a window with a mask or with given log-decays"
     return None
 
 
@@ -164,6 +162,7 @@ def scan(
     has_key: Bool[Tensor, " N"] | None = None,
     mask: Bool[Tensor, "B T"] | None = None,
     cu_seqlens: Int[Tensor, " N+1"] | None = None,
+    tail: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Float[Tensor, "B T H V"], Float[Tensor, "N H K V"]]:
     """o in v's dtype and the final S in float32 (SPEC sections 2 to 6), differentiable in every floating input.
 
@@ -171,6 +170,7 @@ def scan(
         q, k, v, beta, lam, mask, cu_seqlens: as in fast_weight_attention; beta None is ones, lam None is no decay.
         log_decay: natural log of the carry; then beta is the step itself and lam must be None.
         S, key, has_key: parts of the initial State; None is zero, and no key.
+        tail: its tail_x, tail_y and tail_count, for a window that goes on (then with key and has_key).
 
     Raises:
         ValueError: with the reason, if the call is not supported.
@@ -186,17 +186,25 @@ def scan(
     carried = key is not None and has_key is not None and shift
     gates = log_decay if log_decay is not None else lam
     S = None if S is None else S.float()
+    stream = None
+    if tail is not None and rule.window > 1 and v.shape[1] > 0:
+        if key is None or has_key is None:
+            raise ValueError("tail: got one without key and has_key, expected all parts of a State")
+        stream = continued((q, k, v, beta, gates), Tail(key, has_key, *tail), shift, cu_seqlens)
+        (q, k, v, beta, gates), cu_seqlens, carried = stream.inputs, stream.cu_seqlens, False
     floats = (q, k, v, beta, gates, S, key)
     save = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in floats)
     regression = rule.objective == "regression"
     if mask is not None:
         k, v, beta, gates = (_hide(tensor, ~mask) for tensor in (k, v, beta, gates))
-    return op.scan(
-        q, k, v, beta, gates, S, key if carried else None, has_key if carried else None, mask, cu_seqlens,
+    o, S = op.scan(
+        q, k, v, beta, gates, S, key if carried else None, has_key if carried else None,
+        mask if stream is None else stream.has_pair, cu_seqlens,
         float(rule.eps), float(rule.decay_floor), shift, log_decay is not None, rule.ridge == "scaled",
         rule.step == "direct", regression and log_decay is not None, rule.timing == "read-before-write",
         rule.window, regression, save,
     )  # fmt: skip
+    return (o if stream is None else o[:, stream.tokens]), S
 
 
 def step(

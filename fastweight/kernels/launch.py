@@ -57,7 +57,8 @@ class Inputs(NamedTuple):
     def of(cls, plan: Plan, q, k, v, beta, lam, key0, has_key, mask) -> "Inputs":
         flags: list[Any] = [None if flag is None else flag.contiguous().view(torch.uint8) for flag in (has_key, mask)]
         dense: list[Any] = [None if tensor is None else tensor.contiguous() for tensor in (q, k, v, beta, lam, key0)]
-        previous = previous_unmasked(mask) if mask is not None and plan.shift else None
+        # With a window a mask only says which tokens have a pair (continuation.py): keys pair across the others.
+        previous = previous_unmasked(mask) if mask is not None and plan.shift and plan.window == 1 else None
         q, k, v, beta, lam, key0 = dense
         return cls(q, k, v, beta, lam, key0, flags[0], flags[1], previous)
 

@@ -28,7 +28,6 @@ def no_kernel(inputs: Inputs, rule: Rule, around: Around) -> str | None:
     return dispatch.supported(
         q, k, v, beta, lam, rule,
         log_decay=log_decay, key=around.key, mask=around.mask, cu_seqlens=around.cu_seqlens,
-        continues=around.key is not None and rule.window > 1,
     )  # fmt: skip
 
 
@@ -50,6 +49,7 @@ def attend(
         S=None if around.initial_state is None else state.S,
         key=state.key if carried else None,
         has_key=state.has_key if carried else None,
+        tail=(state.tail_x, state.tail_y, state.tail_count) if carried else None,
         mask=around.mask, cu_seqlens=around.cu_seqlens,
     )  # fmt: skip
     if not output_final_state:
