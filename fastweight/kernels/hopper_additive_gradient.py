@@ -93,24 +93,43 @@ def _near(values, WINDOW: gl.constexpr, FORTH: gl.constexpr):
 
 
 @gluon.jit
-def _seen(s_gate, sums, shelf, g_read, BEFORE: gl.constexpr, WINDOW: gl.constexpr):
-    """`spread` of additive.py."""
+def _step(weight, decay, at, step, high, STRIDE: gl.constexpr):
+    """Weights and log-decays of steps of a chunk; no weight outside it."""
+    w = gl.load(weight + at + step, mask=(step >= 0) & (step < high) & (step < STRIDE), other=0.0)
+    return w, gl.load(decay + at + gl.minimum(gl.maximum(step, 0), high - 1))
+
+
+@gluon.jit
+def _kept(weight, decay, at, g_last, j, high, WINDOW: gl.constexpr):
+    """What the chunk's end state keeps of each pair j, through the steps that write it."""
+    w, g = _step(weight, decay, at, j, high, 65 - WINDOW)
+    kept = gl.exp2(g_last - g) * w
+    for b in gl.static_range(1, WINDOW):
+        w, g = _step(weight, decay, at, j + b, high, 65 - WINDOW)
+        kept += gl.exp2(g_last - g) * w
+    return kept
+
+
+@gluon.jit
+def _seen(weight, decay, at, g_read, high, BEFORE: gl.constexpr, WINDOW: gl.constexpr):
+    """How each step sees pair j: as the last step that it sees of those that write j has left it, faded from there."""
     lag = apart() - 1 if BEFORE else apart()
-    if WINDOW == 1:
-        seen = fade(lag >= 0, g_read[:, None] - s_gate.index(0).load(gl.SliceLayout(0, ACC))[None, :])
-        return seen * s_gate.index(1).load(gl.SliceLayout(0, ACC))[None, :]
-    else:
-        at = sums + shelf + gl.arange(0, 64, gl.SliceLayout(0, ACC))
-        seen = fade(lag >= WINDOW - 1, g_read[:, None] - gl.load(at + WINDOW * 64)[None, :])
-        seen *= gl.load(at + (WINDOW - 1) * 64)[None, :]
-        for b in gl.static_range(WINDOW - 1):
-            seen = gl.where(lag == b, gl.load(at + b * 64)[None, :], seen)
-        return seen
+    j = gl.arange(0, 64, gl.SliceLayout(0, ACC)) - (WINDOW - 1)
+    left, g = _step(weight, decay, at, j, high, 65 - WINDOW)
+    seen = gl.where(lag == 0, left[None, :], 0.0)
+    for b in gl.static_range(1, WINDOW):
+        w, passed = _step(weight, decay, at, j + b, high, 65 - WINDOW)
+        left = left * gl.exp2(passed - g) + w
+        g = passed
+        if b < WINDOW - 1:
+            seen = gl.where(lag == b, left[None, :], seen)
+    faded = fade(lag >= WINDOW - 1, g_read[:, None] - g[None, :]) * left[None, :]
+    return gl.where(lag >= WINDOW - 1, faded, seen)
 
 
 @gluon.jit(do_not_specialize=["length", "chunks", "tokens"])
 def backward_token(
-    q, k, v, d_o, beta, lam, key0, has_key, unmasked, previous, weight, decay, sums, states, d_states,
+    q, k, v, d_o, beta, lam, key0, has_key, unmasked, previous, weight, decay, states, d_states,
     d_q, d_k, d_v, d_beta, d_lam, d_key0, halo_k, halo_v,
     cu, chunk_seq, chunk_start, length, chunks, tokens, eps, floor,
     H: gl.constexpr, KH: gl.constexpr, K: gl.constexpr, V: gl.constexpr, WINDOW: gl.constexpr,
@@ -148,18 +167,13 @@ def backward_token(
     i = rows(ACC) - HALO
     source, live = source_rows(previous, first, i, low, high, SHIFT)
     own = live & (i >= 0)
-    shelf = (chunk.to(gl.int64) * H + h) * (64 * (WINDOW + 1))
     g = decay_rows(decay, line, first, i, high)
     g_read = decay_before(decay, line, first, i, high) if BEFORE else g
     g_last = gl.load(decay + line + first + gl.minimum(63 - HALO, high - 1))
     w = gl.load(weight + line + first + i, mask=own, other=0.0)
     fade_read = gl.exp2(g_read)
     last = gl.exp2(g_last - g)
-    if WINDOW == 1:
-        kept = last * w
-    else:
-        kept = gl.exp2(g_last - gl.load(sums + shelf + WINDOW * 64 + i + HALO))
-        kept *= gl.load(sums + shelf + HALO * 64 + i + HALO)
+    kept = _kept(weight, decay, line + first, g_last, i, high, WINDOW)
 
     arrive()
     if key0 is not None:
@@ -182,14 +196,18 @@ def backward_token(
             felt = product(gl.convert_layout(felt.to(dtype), LEFT), s_scores.index(0))
             felt = warpgroup_mma_wait(0, deps=(felt,))
             gl.thread_barrier()
-        seen = _seen(s_gate, sums, shelf, g_read, BEFORE, WINDOW)
-        s_scores.index(0).store((p * seen).to(dtype))
-        s_scores.index(1).store((dp * seen).to(dtype))
         distance = apart()
         reads = distance > 0 if BEFORE else distance >= 0
         if WINDOW > 1:
             reads = reads & (i >= 0)[:, None]
-        felt *= fade(reads, g_read[:, None] - s_gate.index(0).load(gl.SliceLayout(0, ACC))[None, :])
+        alive = fade(reads, g_read[:, None] - s_gate.index(0).load(gl.SliceLayout(0, ACC))[None, :])
+        felt *= alive
+        if WINDOW == 1:
+            seen = alive * s_gate.index(1).load(gl.SliceLayout(0, ACC))[None, :]
+        else:
+            seen = _seen(weight, decay, line + first, g_read, high, BEFORE, WINDOW)
+        s_scores.index(0).store((p * seen).to(dtype))
+        s_scores.index(1).store((dp * seen).to(dtype))
         d_w = gl.sum(gl.reshape(felt, [4, 16, 64]), axis=1)  # a warp's rows each; all four need memory, which is full
         felt *= s_gate.index(1).load(gl.SliceLayout(0, ACC))[None, :]
         felt_low = gl.convert_layout(felt.to(gl.bfloat16), LEFT)

@@ -48,6 +48,57 @@ from fastweight.kernels.tiles import chunk_span, decay_before, decay_rows, fade,
 
 
 @gluon.jit
+def _reads(s_out, s_r, s_in, s_gate, g_read, HALVES: gl.constexpr, BEFORE: gl.constexpr):
+    """How the loss depends on what row i reads of an earlier row j, in 16 bits; times that; its rows' sums, j < i."""
+    dp = product(s_out.index(nil()), s_r.index(nil()).permute((1, 0)))
+    felt = score(s_in, 0, HALVES)
+    dp, felt = warpgroup_mma_wait(0, deps=(dp, felt))
+    later = apart()
+    g_j = s_gate.index(0).load(gl.SliceLayout(0, ACC))
+    dp *= fade(later > 0 if BEFORE else later >= 0, g_read[:, None] - g_j[None, :])
+    dp *= s_gate.index(1).load(gl.SliceLayout(0, ACC))[None, :]
+    felt *= dp
+    low = gl.convert_layout(dp.to(s_in.dtype), LEFT)
+    extra = gl.zeros([64], gl.float32, gl.SliceLayout(1, ACC))
+    if not BEFORE:
+        extra = gl.sum(gl.where(later > 0, felt, 0.0), axis=1)
+    return low, felt, extra
+
+
+@gluon.jit
+def _misses(s_out, s_r, s_in, s_gate, g_res, HALVES: gl.constexpr):
+    """The same of what row i misses because of an earlier row j; and the diagonals of dY R^T and X X^T."""
+    dg = product(s_out.index(nil() + 1), s_r.index(nil()).permute((1, 0)))
+    gram = score(s_in, HALVES, HALVES)
+    dg, gram = warpgroup_mma_wait(0, deps=(dg, gram))
+    written = diagonal(dg)
+    energy = diagonal(gram)
+    g_j = s_gate.index(0).load(gl.SliceLayout(0, ACC))
+    dg *= fade(apart() > 0, g_res[:, None] - g_j[None, :])
+    dg *= -s_gate.index(1).load(gl.SliceLayout(0, ACC))[None, :]
+    gram *= dg
+    return gl.convert_layout(dg.to(s_in.dtype), LEFT), gram, written, energy
+
+
+@gluon.jit
+def _decay_gradient(felt, row_later, row_own, row_write, through):
+    """Gradient of each row's log-decay: row t is felt by every pair j < t < i, and in part by those with i = t.
+
+    felt [i, t]: of the pairs of row i, the sum over j < t.
+    """
+    later = apart()
+    felt = (
+        gl.where(
+            later > 0,
+            felt + row_later[:, None],
+            gl.where(later == 0, row_own[:, None], row_write[:, None]),
+        )
+        + through[:, None]
+    )
+    return gl.convert_layout(gl.sum(felt, axis=0), gl.SliceLayout(1, ACC))
+
+
+@gluon.jit
 def _through_states(
     s_states, s_out, s_r, s_in, dp, dg, fade_read, fade_miss, kept, d_q, first, h, part: gl.constexpr, high,
     states, d_states, state_row, landed, H: gl.constexpr, K: gl.constexpr,
@@ -146,29 +197,10 @@ def backward_token(
     dp_low = gl.zeros([64, 64], dtype, LEFT)
     dg_low = dp_low
     for _ in range(once):
-        dp = product(s_out.index(nil()), s_r.index(nil()).permute((1, 0)))
-        felt = score(s_in, 0, HALVES)
-        dp, felt = warpgroup_mma_wait(0, deps=(dp, felt))
-        later = apart()
-        g_j = s_gate.index(0).load(gl.SliceLayout(0, ACC))
-        dp *= fade(later > 0 if BEFORE else later >= 0, g_read[:, None] - g_j[None, :])
-        dp *= s_gate.index(1).load(gl.SliceLayout(0, ACC))[None, :]
-        felt *= dp
-        dp_low = gl.convert_layout(dp.to(dtype), LEFT)
-        if not BEFORE:
-            extra = gl.sum(gl.where(later > 0, felt, 0.0), axis=1)
+        dp_low, felt, extra = _reads(s_out, s_r, s_in, s_gate, g_read, HALVES, BEFORE)
     for _ in range(once):
-        dg = product(s_out.index(nil() + 1), s_r.index(nil()).permute((1, 0)))
-        gram = score(s_in, HALVES, HALVES)
-        dg, gram = warpgroup_mma_wait(0, deps=(dg, gram))
-        d_eta = diagonal(dg)
-        energy = diagonal(gram)
-        g_j = s_gate.index(0).load(gl.SliceLayout(0, ACC))
-        dg *= fade(apart() > 0, g_res[:, None] - g_j[None, :])
-        dg *= -s_gate.index(1).load(gl.SliceLayout(0, ACC))[None, :]
-        gram *= dg
+        dg_low, gram, d_eta, energy = _misses(s_out, s_r, s_in, s_gate, g_res, HALVES)
         felt += gram
-        dg_low = gl.convert_layout(dg.to(dtype), LEFT)
         if DECAYED:
             extra += gl.sum(gram, axis=1)
     felt = gl.convert_layout(felt.to(gl.bfloat16), LEFT)
@@ -208,21 +240,11 @@ def backward_token(
     felt = product(felt, s_before)
     felt = warpgroup_mma_wait(0, deps=(felt,))
     s_before._keep_alive()
-    # A log-decay of row t is felt by every pair j < t <= i (or t < i where the row before is the last one felt).
     if not BEFORE:
         extra += row_read
     if DECAYED:
         extra += row_miss
-    later = apart()
-    felt = (
-        gl.where(
-            later > 0,
-            felt + (row_read + row_miss)[:, None],
-            gl.where(later == 0, extra[:, None], row_write[:, None]),
-        )
-        + (through * gl.exp2(g_last))[:, None]
-    )
-    d_log = gl.convert_layout(gl.sum(felt, axis=0), gl.SliceLayout(1, ACC))
+    d_log = _decay_gradient(felt, row_read + row_miss, extra, row_write, through * gl.exp2(g_last))
     pair = has_pair(unmasked, has_key, first, i, source, live, low, n)
     share = gl.zeros([64], gl.float32, gl.SliceLayout(1, ACC))
     if RAW:

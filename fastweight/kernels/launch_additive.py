@@ -72,7 +72,8 @@ def forward(plan, q, k, v, beta, lam, state0, key0, has_key, mask, cu_seqlens, s
 
 
 def _backward_token(plan, given, where, d_o, saved, out, halo) -> None:
-    weight, decay, sums, states = saved
+    weight, decay, states = saved
+    sums = fold(plan, where, weight, decay)
     H, K, V, dtype = given.v.shape[2], given.q.shape[3], given.v.shape[3], given.v.dtype
     start(
         additive_gradient.backward_token, (where.slots, H),
@@ -86,7 +87,7 @@ def _backward_token(plan, given, where, d_o, saved, out, halo) -> None:
 
 def backward(plan, d_o, d_state1, q, k, v, beta, lam, key0, has_key, mask, cu_seqlens, saved, want_state):
     """Gradients of q, k, v, beta, lam, the initial S and the initial key."""
-    weight, decay, states = saved
+    _weight, decay, states = saved
     given = Inputs.of(plan, q, k, v, beta, lam, key0, has_key, mask)
     (B, T, H, V), K, dtype = v.shape, q.shape[3], v.dtype
     where = Geometry.of(B, T, cu_seqlens, 65 - plan.window)
@@ -113,8 +114,7 @@ def backward(plan, d_o, d_state1, q, k, v, beta, lam, key0, has_key, mask, cu_se
     if where.slots and H:
         fast = launch_hopper_gradient.fits(given, d_o, states)
         rest = launch_hopper_gradient.additive if fast else _backward_token
-        sums = fold(plan, where, weight, decay)
-        rest(plan, given, where, d_o, (weight, decay, sums, states), out, (halo_k, halo_v))
+        rest(plan, given, where, d_o, saved, out, (halo_k, halo_v))
     if shared and H:
         start(
             additive_gradient.backward_halo, (where.slots, H),

@@ -49,13 +49,13 @@ def additive(
     plan: Plan, given: Inputs, where: Geometry, d_o: Tensor, saved: tuple[Tensor, ...], out: Gradients,
     halo: tuple[Tensor, Tensor],
 ) -> None:  # fmt: skip
-    """Fills all gradients; saved: weight, log-decay, window sums, states; dS is in `out`; halo: of shared k and v."""
+    """Fills all gradients; saved: weight, log-decay, states; dS is in `out`; halo: of shared k and v."""
     from fastweight.kernels import hopper_additive_gradient
 
-    weight, decay, sums, states = saved
+    weight, decay, states = saved
     start(
         hopper_additive_gradient.backward_token, (where.slots * given.v.shape[2],),
-        given.q, given.k, given.v, d_o, given.beta, given.lam, *given[5:], weight, decay, sums, _rows(states),
+        given.q, given.k, given.v, d_o, given.beta, given.lam, *given[5:], weight, decay, _rows(states),
         _rows(out.states), out.q, out.k, out.v, out.beta, out.lam, out.key0, *halo, *tables(where), float(plan.eps),
         float(plan.floor), WINDOW=plan.window, **_options(plan, given),
     )  # fmt: skip
