@@ -33,7 +33,7 @@ RECIPES = (
     "falcon-1a.1", "falcon-1a.2", "falcon-1a.3", "falcon-3a.3", "falcon-2.3", "falcon-2a.3", "falcon-3.3",
 )  # fmt: skip
 LONG = ("falcon-1.3", "gated-deltanet", "transformer", "llama", "fla")
-DECODED = ("falcon-1.3", "gated-deltanet", "transformer", "fla", "llama")
+DECODED = ("falcon-1.3", "transformer", "gated-deltanet", "fla")
 PLACES = "1,64 1024,32768"
 AT_ONCE = 5
 WORKER = (sys.executable, "-m", "benchmarks.lm_worker")
@@ -44,7 +44,7 @@ def all_cases() -> list[str]:
     first, *others = RECIPES
     trained = [f"train {name} 32 1024" for name in (first, "fla", "llama", *others)]
     trained[4:4] = [f"train {name} 2 16384" for name in LONG]
-    return trained[:9] + [f"decode {name} {PLACES}" for name in DECODED] + trained[9:]
+    return trained[:10] + [f"decode {name} {PLACES}" for name in DECODED] + trained[10:]
 
 
 @dataclass

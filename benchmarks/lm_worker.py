@@ -2,10 +2,10 @@
 
 A case is "train NAME BATCH LENGTH" or "decode NAME BATCH,... PROMPT,..." (every batch after every prompt). NAME is a
 recipe, "fla" (FLA's GatedDeltaNet model, 12 layers, 6 heads of 128, expand_v 1, fused cross-entropy) or "llama"
-(transformers' Llama, 12 layers of width 768, SDPA, torch.compile). All of them hold bfloat16 weights (our gates float32)
-and train on random tokens with fused AdamW and clipping at 1.0, float32 products in TF32. The process imports, compiles
-and warms up at once, says so, and measures when its input says "go",
-so that one process at a time uses the device for what is timed.
+(transformers' Llama, 12 layers of width 768, SDPA, torch.compile). All of them hold bfloat16 weights (our gates
+float32) and train on random tokens with fused AdamW and clipping at 1.0, float32 products in TF32. The process imports,
+compiles and warms up at once, says so, and measures when its input says "go", so
+that one process at a time uses the device for what is timed.
 
 Traps: seconds to the first step count from the start of the process, imports included, with other cases compiling
 beside it unless the parent holds them back. A training loss that is not near log(vocabulary) after the first step means
@@ -159,8 +159,8 @@ def profiled(step: Callable[[], Any]) -> str:
 def decode(name: str, batches: list[int], prompts: list[int]) -> None:
     """Tokens/s of greedy decoding after prompts, tokens/s of the prompts, peak memory."""
     model = model_of(name, compiled=False).eval()
-    for batch in batches:
-        _decoder(name, model, torch.zeros(batch, min(4096, prompts[0]), dtype=torch.long, device="cuda"))(3)
+    for batch, prompt in ((batches[0], prompts[0]), (batches[0], prompts[-1]), (batches[-1], prompts[0])):
+        _decoder(name, model, torch.zeros(batch, prompt, dtype=torch.long, device="cuda"))(3)
     say("ready", first_step_s=round(age(), 1))
     wait_for_go()
     for prompt in prompts:

@@ -55,7 +55,9 @@ def build_model(run: Run, config: FastWeightConfig | None = None) -> Any:
     if run.training.precision == "bf16-weights":
         model = model.to(torch.bfloat16)
     if run.engine.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        # transformers 5.24 renamed the method and warns of the old name.
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
     if run.engine.compile:
         for block in model.model.layers:
             block.compile()
