@@ -6,7 +6,21 @@ import sys
 
 import pytest
 import torch
-from test_kernels import DTYPES, INTERPRETED, WIDTHS, at, case, check, gpu, interpreted, kernel, make, outcome
+from test_kernels import (
+    DTYPES,
+    INTERPRETED,
+    WIDTHS,
+    at,
+    case,
+    check,
+    gpu,
+    interpreted,
+    kernel,
+    make,
+    outcome,
+    rule_of,
+    surroundings,
+)
 
 COLUMNS = [
     case("falcon-2a", shape=(1, 70, 1, 2, 24, 20), state=True, key=True),
@@ -64,6 +78,18 @@ def test_one_beta_for_all_columns_is_the_scalar_rule():
         assert torch.equal(value, expected[name]), name
 
 
+@interpreted
+def test_interpreted_columns_compile_whole():
+    """One graph: the shapes that tracing is told are those that come out."""
+    test = case("falcon-2a", shape=(1, 5, 1, 1, 16, 16))
+    inputs, around = make(test, torch.float32, "cpu"), surroundings(test, "cpu")
+    pull, rule = (torch.ones(1, 5, 1, 16), torch.ones(1, 1, 16, 16)), rule_of(test)
+    compiled = torch.compile(lambda leaves: kernel(test, leaves, around, rule), fullgraph=True, backend="aot_eager")
+    expected = outcome(kernel, test, inputs, around, pull)
+    for name, value in outcome(lambda _test, leaves, _around: compiled(leaves), test, inputs, around, pull).items():
+        assert torch.equal(value, expected[name]), name
+
+
 @pytest.mark.skipif(INTERPRETED, reason="this is that process")
 @pytest.mark.slow
 def test_kernels_interpreted():
@@ -73,7 +99,7 @@ def test_kernels_interpreted():
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", __file__, "-k", "not Device"]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
-    assert run.stdout.count(".") >= len(COLUMNS) + 3, run.stdout[-500:]
+    assert run.stdout.count(".") >= len(COLUMNS) + 4, run.stdout[-500:]
 
 
 class TestOnDevice:
