@@ -43,6 +43,13 @@ def settings(plan: Any, given: Inputs) -> dict[str, Any]:
     return {**flags, **given.widths, "V": given.v.shape[3]}
 
 
+def walk_tile(K: int, V: int, dtype: torch.dtype) -> Tile:
+    """Of the forward walk, whose state is transposed: 32 rows of it would be too few for a warp group's products."""
+    if dtype == torch.float32 and K > 128:
+        return Tile(wide(K), 64, 8, 1)
+    return serial_tile(K, V, dtype)
+
+
 def token_tile(K: int, dtype: torch.dtype, num_warps: int) -> Tile:
     """Of the kernels with one program a chunk: all of K at once, so that every gradient is written once."""
     return Tile(wide(K), 32 if dtype == torch.float32 else 64, num_warps, 1)
@@ -57,7 +64,7 @@ def forward(plan, q, k, v, beta, lam, state0, key0, has_key, mask, cu_seqlens, s
     state1 = torch.empty(where.sequences, H, K, V, dtype=torch.float32, device=v.device)
     states = v.new_empty(where.slots if save else 0, H, K, V)
     energies = state1.new_empty(H, where.tokens if save else 0)
-    tile = serial_tile(K, V, dtype)
+    tile = walk_tile(K, V, dtype)
     grid = where.sequences * H * triton.cdiv(V, tile.BV)
     walk = Walk.of(where, grid)
     paths = draw_paths(plan, v, 16, flip=True)
