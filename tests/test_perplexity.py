@@ -29,7 +29,7 @@ from fastweight.evaluation.perplexity import (
 from fastweight.evaluation.perplexity_report import by_context
 from tests.texts import END, byte_tokenizer, documents
 
-MIXERS = ("falcon-1", "falcon-3a", "transformer")
+MIXERS = ("falcon-1", "transformer")
 
 
 def save_model(checkpoint: Path, mixer: str) -> Path:
@@ -77,9 +77,9 @@ def longhand(loaded: LanguageModel, ids: list[int], length: int, stride: int) ->
     return found
 
 
-@pytest.mark.parametrize(("length", "stride"), [(64, 64), (16, 16), (16, 5), (16, 1), (1, 1)])
+@pytest.mark.parametrize(("length", "stride"), [(64, 64), (16, 5), (1, 1)])
 def test_every_token_counts_once_in_its_window(one: LanguageModel, length: int, stride: int) -> None:
-    written = [*[text for text in documents(6) if 40 < len(text) < 140][:2], "a"]
+    written = [*[text for text in documents(30) if 40 < len(text) < 70][:2], "a"]
     scored = [as_document(one.tokenizer, text) for text in written]
     expected = [pair for document in scored for pair in longhand(one, document.ids, length, stride)]
     found = perplexity(one.model, scored, end_of_text=0, length=length, stride=stride)
@@ -153,7 +153,7 @@ def test_last_words_are_those_that_greedy_decoding_finds(loaded: LanguageModel) 
         with torch.no_grad():
             logits = loaded.model(torch.tensor([ids])).logits[0, -1]
         losses.append(-float(logits.double().log_softmax(-1)[target]))
-    found = last_word(loaded.model, endings, length=64, batch_size=3)
+    found = last_word(loaded.model, endings, length=999, batch_size=3)
     assert (found.num_texts, found.accuracy) == (8, 0.5)
     assert found.accuracy_error == pytest.approx(math.sqrt(0.25 / 7))
     assert found.perplexity == pytest.approx(math.exp(sum(losses) / 8), rel=1e-5)
