@@ -20,7 +20,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from fastweight.kernels.gates import load_head, step_gradient
 from fastweight.kernels.hopper_parts import (
     ACC,
     BROAD,
@@ -41,6 +40,7 @@ from fastweight.kernels.hopper_parts import (
     put_first_key,
     rows,
     score,
+    store_gates,
     store_keys,
     store_rows,
     store_staged,
@@ -269,25 +269,14 @@ def backward_token(
     d_log = gl.convert_layout(gl.sum(felt, axis=0), gl.SliceLayout(1, ACC))
     d_w = gl.convert_layout(gl.sum(d_w, axis=0), gl.SliceLayout(1, ACC)) + met
     pair = has_pair(unmasked, has_key, first, i, source, live, low, n)
-    share = gl.zeros([64], gl.float32, gl.SliceLayout(1, ACC))
-    if RAW:
-        d_gain = gl.where(pair, d_w, 0.0)
-        d_ridge = gl.where(pair, d_log, 0.0)
-    else:
-        count = gl.full([64], 1.0, gl.float32, gl.SliceLayout(1, ACC))
-        if WINDOW > 1:
-            count = gl.maximum(_near(gl.where(pair, 1.0, 0.0), WINDOW, False), 1.0)
-            energy = _near(gl.where(pair, energy, 0.0), WINDOW, False) / count
-        gain = load_head(beta, first, i, h, H, pair & own, 1.0)
-        ridge = load_head(lam, first, i, h, H, pair & own, 0.0)
-        d_gain, d_ridge, share = step_gradient(
-            d_w / count, d_log, energy, gain, ridge, pair & own, eps, floor, SCALED, DIRECT, WINDOW == 1
-        )
+    if not RAW and WINDOW > 1:
+        count = gl.maximum(_near(gl.where(pair, 1.0, 0.0), WINDOW, False), 1.0)
+        energy = _near(gl.where(pair, energy, 0.0), WINDOW, False) / count
+        d_w = d_w / count
+    share = store_gates(beta, lam, d_beta, d_lam, first, i, h, pair & own, own, d_w, d_log, energy, eps, floor,
+                        H, RAW, SCALED, DIRECT, WINDOW == 1)  # fmt: skip
+    if not RAW and WINDOW > 1:
         share = _near(share / count, WINDOW, True)
-    if d_beta is not None:
-        gl.store(d_beta + first * H + h + i * H, d_gain, mask=own)
-    if d_lam is not None:
-        gl.store(d_lam + first * H + h + i * H, d_ridge, mask=own)
     i = rows(HALF) - HALO
     source, live = source_rows(previous, first, i, low, high, SHIFT)
     pair = has_pair(unmasked, has_key, first, i, source, live, low, n) & (i >= 0)

@@ -27,6 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
 )
 
+from fastweight.kernels.gates import load_head, step_gradient
 from fastweight.kernels.tiles import decay_rows
 
 ACC = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
@@ -189,3 +190,26 @@ def store_keys(
         store_rows(d_k, d_x, first, source.to(gl.int64), h, start, keep, H, K)
     if d_key0 is not None:
         store_rows(d_key0, d_x, n.to(gl.int64), i * 0, h, start, pair & (source < low), H, K)
+
+
+@gluon.jit
+def store_gates(
+    beta, lam, d_beta, d_lam, first, i, h, pair, live, d_eta, d_log, energy, eps, floor,
+    H: gl.constexpr, RAW: gl.constexpr, SCALED: gl.constexpr, DIRECT: gl.constexpr, LIVE: gl.constexpr,
+):  # fmt: skip
+    """Writes the gradients of beta and lam that those of steps and log-decays amount to; returns that of the energy."""
+    share = gl.zeros([64], gl.float32, gl.SliceLayout(1, ACC))
+    if RAW:
+        d_gain = gl.where(pair, d_eta, 0.0)
+        d_ridge = gl.where(pair, d_log, 0.0)
+    else:
+        gain = load_head(beta, first, i, h, H, pair, 1.0)
+        ridge = load_head(lam, first, i, h, H, pair, 0.0)
+        d_gain, d_ridge, share = step_gradient(
+            d_eta, d_log, energy, gain, ridge, pair, eps, floor, SCALED, DIRECT, LIVE
+        )
+    if d_beta is not None:
+        gl.store(d_beta + first * H + h + i * H, d_gain, mask=live)
+    if d_lam is not None:
+        gl.store(d_lam + first * H + h + i * H, d_ridge, mask=live)
+    return share

@@ -21,7 +21,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from fastweight.kernels.gates import load_head, step_gradient
 from fastweight.kernels.hopper_parts import (
     ACC,
     HALF,
@@ -41,6 +40,7 @@ from fastweight.kernels.hopper_parts import (
     put_first_key,
     rows,
     score,
+    store_gates,
     store_keys,
     store_staged,
 )
@@ -78,24 +78,6 @@ def _misses(s_out, s_r, s_in, s_gate, g_res, HALVES: gl.constexpr):
     dg *= -s_gate.index(1).load(gl.SliceLayout(0, ACC))[None, :]
     gram *= dg
     return gl.convert_layout(dg.to(s_in.dtype), LEFT), gram, written, energy
-
-
-@gluon.jit
-def _decay_gradient(felt, row_later, row_own, row_write, through):
-    """Gradient of each row's log-decay: row t is felt by every pair j < t < i, and in part by those with i = t.
-
-    felt [i, t]: of the pairs of row i, the sum over j < t.
-    """
-    later = apart()
-    felt = (
-        gl.where(
-            later > 0,
-            felt + row_later[:, None],
-            gl.where(later == 0, row_own[:, None], row_write[:, None]),
-        )
-        + through[:, None]
-    )
-    return gl.convert_layout(gl.sum(felt, axis=0), gl.SliceLayout(1, ACC))
 
 
 @gluon.jit
@@ -244,22 +226,20 @@ def backward_token(
         extra += row_read
     if DECAYED:
         extra += row_miss
-    d_log = _decay_gradient(felt, row_read + row_miss, extra, row_write, through * gl.exp2(g_last))
-    pair = has_pair(unmasked, has_key, first, i, source, live, low, n)
-    share = gl.zeros([64], gl.float32, gl.SliceLayout(1, ACC))
-    if RAW:
-        d_gain = d_eta
-        d_ridge = gl.where(pair, d_log, 0.0)
-    else:
-        gain = load_head(beta, first, i, h, H, pair, 1.0)
-        ridge = load_head(lam, first, i, h, H, pair, 0.0)
-        d_gain, d_ridge, share = step_gradient(
-            d_eta, d_log, energy, gain, ridge, pair, eps, floor, SCALED, DIRECT, True
+    # A log-decay of row t is felt by every pair j < t < i, and in part by those with i = t.
+    later = apart()
+    felt = (
+        gl.where(
+            later > 0,
+            felt + (row_read + row_miss)[:, None],
+            gl.where(later == 0, extra[:, None], row_write[:, None]),
         )
-    if d_beta is not None:
-        gl.store(d_beta + first * H + h + i * H, d_gain, mask=live)
-    if d_lam is not None:
-        gl.store(d_lam + first * H + h + i * H, d_ridge, mask=live)
+        + (through * gl.exp2(g_last))[:, None]
+    )
+    d_log = gl.convert_layout(gl.sum(felt, axis=0), gl.SliceLayout(1, ACC))
+    pair = has_pair(unmasked, has_key, first, i, source, live, low, n)
+    share = store_gates(beta, lam, d_beta, d_lam, first, i, h, pair, live, d_eta, d_log, energy, eps, floor,
+                        H, RAW, SCALED, DIRECT, True)  # fmt: skip
     i = rows(HALF)
     source, live = source_rows(previous, first, i, low, high, SHIFT)
     pair = has_pair(unmasked, has_key, first, i, source, live, low, n)
