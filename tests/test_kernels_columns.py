@@ -22,6 +22,9 @@ from test_kernels import (
     surroundings,
 )
 
+import fastweight as fw
+from fastweight.kernels import dispatch
+
 COLUMNS = [
     case("falcon-2a", shape=(1, 70, 1, 2, 24, 20), state=True, key=True),
     case("falcon-2a", {"timing": "read-before-write"}, shape=(1, 90, 1, 1, 16, 16), cuts=(0, 1, 1, 70, 90), key=True),
@@ -79,6 +82,14 @@ def test_one_beta_for_all_columns_is_the_scalar_rule():
 
 
 @interpreted
+def test_interpreted_columns_without_tokens_return_the_state():
+    q, v, S = torch.zeros(2, 0, 1, 16), torch.zeros(2, 0, 1, 8), torch.randn(2, 1, 16, 8)
+    o, last = dispatch.scan(q, q, v, v, None, fw.RULES["falcon-2a"], S=S)
+    assert o.shape == v.shape
+    assert torch.equal(last, S)
+
+
+@interpreted
 def test_interpreted_columns_compile_whole():
     """One graph: the shapes that tracing is told are those that come out."""
     test = case("falcon-2a", shape=(1, 5, 1, 1, 16, 16))
@@ -99,7 +110,7 @@ def test_kernels_interpreted():
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", __file__, "-k", "not Device"]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
-    assert run.stdout.count(".") >= len(COLUMNS) + 4, run.stdout[-500:]
+    assert run.stdout.count(".") >= len(COLUMNS) + 5, run.stdout[-500:]
 
 
 class TestOnDevice:

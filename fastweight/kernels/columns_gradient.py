@@ -137,9 +137,10 @@ def backward_columns(
         y * d_u, d_log, energy[:, None], gain, ridge[:, None], pair[:, None], eps, floor, SCALED, DIRECT, True
     )
     store_tile(d_beta, to_gain, first, i, h, cv, live, H, V, BV)
-    shelf = shares + block.to(tl.int64) * (2 * H * tokens) + line + i
+    plane = tokens.to(tl.int64) * H
+    shelf = shares + 2 * block * plane + line + i
     tl.store(shelf, tl.sum(to_ridge, axis=1), mask=live)
-    tl.store(shelf + H * tokens, tl.sum(to_energy, axis=1), mask=live)
+    tl.store(shelf + plane, tl.sum(to_energy, axis=1), mask=live)
 
 
 @triton.jit(do_not_specialize=["length", "chunks", "tokens"])
@@ -168,12 +169,13 @@ def backward_keys(
     d_p = tl.zeros([64, 64], tl.float32)
     d_ridge = tl.zeros([64], tl.float32)
     d_energy = tl.zeros([64], tl.float32)
+    plane = tokens.to(tl.int64) * H
     for block in range((V + BV - 1) // BV):
         at_scores = ((block * tl.num_programs(0) + chunk).to(tl.int64) * H + h) * 4096
         d_p += tl.load(d_scores + at_scores + i[:, None] * 64 + i[None, :]).to(tl.float32)
-        shelf = shares + block * (2 * H * tokens).to(tl.int64) + line + i
+        shelf = shares + 2 * block * plane + line + i
         d_ridge += tl.load(shelf, mask=live, other=0.0)
-        d_energy += tl.load(shelf + H * tokens, mask=live, other=0.0)
+        d_energy += tl.load(shelf + plane, mask=live, other=0.0)
     if d_lam is not None:
         tl.store(d_lam + first * H + h + i * H, d_ridge, mask=live)
     later = i[:, None] - i[None, :]
