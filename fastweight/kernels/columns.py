@@ -1,4 +1,4 @@
-"""Inner-product rules with a gain per value column, falcon-2a: (q, k, v, beta, lam) -> (o, final S), in chunks of 64.
+"""Inner-product rules with a gain per value column, falcon-2a: (q, k, v, beta, lam) -> (o, final S), block by block.
 
 Every column c has its own decay, so no matrix of weights between tokens serves them all. With l the log2 decay of each
 token [64, V] and u = eta .* y, a token j < i reaches token i through the tokens between them. i and j first differ in
@@ -7,17 +7,19 @@ one binary digit: at that level, of half h, j lies in the left and i in the righ
     2^(l_(j+1) + .. + l_i) = 2^(from j to the end of the left half) 2^(from the start of the right half to i)
 
 Both exponents are sums of l, never positive, never divided: nothing overflows, whatever the decay. `paths` holds these
-sums as 0/1 matrices A_h [64, 64], so that E_h = 2^(A_h l) makes both factors for all tokens at once, and
+sums as 0/1 matrices A_h, so that E_h = 2^(A_h l) makes both factors for all tokens of a block at once, and
 
     O = 2^(A_read l) .* Q S_0 + sum_h right .* E_h .* [same block] (Q X^T) (left .* E_h .* u) + diag(Q X^T) u
     S_C = 2^(sum l) S_0 + X^T (2^(A_rest l) .* u)
 
-`forward` walks the chunks, `backward_state` in reverse for the state gradients alone; columns_gradient.py makes all
-else.
+`forward` walks blocks of 16 tokens, 4 levels, with everything transposed: [V, .] tiles stay operands in registers, the
+small tables and keys are those in shared memory. It keeps states every 64 tokens. `backward_state` walks chunks of 64 in
+reverse for the state gradients alone; columns_gradient.py makes all else, with 6 levels.
 
 Traps: 16-bit calls hold l in float16 as an operand, whose digits show less than those of bfloat16 products do; what
-is carried from chunk to chunk, sum l, is float32. With reads before writes A_read and the right half of A_h stop one
-token earlier, and there is no diagonal. l stops at LEAST: beyond it 2^l is 0 in float32, and 0 times infinity is not.
+is carried from block to block, sum l, is float32. They take the device's own logarithm, which the interpreter lacks.
+With reads before writes A_read and the right half of A_h stop one token earlier, and there is no diagonal. l stops at
+LEAST: beyond it 2^l is 0 in float32, and 0 times infinity is not.
 """
 
 # pyright: basic, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
