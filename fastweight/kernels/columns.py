@@ -13,8 +13,8 @@ sums as 0/1 matrices A_h, so that E_h = 2^(A_h l) makes both factors for all tok
     S_C = 2^(sum l) S_0 + X^T (2^(A_rest l) .* u)
 
 `forward` walks blocks of 16 tokens, 4 levels, with everything transposed: [V, .] tiles stay operands in registers, the
-small tables and keys are those in shared memory. It keeps states every 64 tokens. `backward_state` walks chunks of 64 in
-reverse for the state gradients alone; columns_gradient.py makes all else, with 6 levels.
+small tables and keys are those in shared memory. It keeps states every 64 tokens. `backward_state` walks chunks of 64
+in reverse for the state gradients alone; columns_gradient.py makes all else, with 6 levels.
 
 Traps: 16-bit calls hold l in float16 as an operand, whose digits show less than those of bfloat16 products do; what
 is carried from block to block, sum l, is float32. They take the device's own logarithm, which the interpreter lacks.
