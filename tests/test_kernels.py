@@ -217,6 +217,44 @@ def test_sequences_in_pieces(test, monkeypatch):
     check(test, torch.float32, "cpu")
 
 
+REBUILT = [
+    case("falcon-1", {"timing": "read-before-write"}, shape=(2, 140, 1, 1, 16, 16), state=True, key=True, mask=True),
+    case("delta", shape=(1, 140, 1, 2, 16, 24)),
+    case("falcon-1", shape=(1, 150, 1, 1, 16, 16), cuts=(0, 1, 1, 130, 150, 150), state=True),
+]
+
+
+@interpreted
+@pytest.mark.parametrize("test", REBUILT, ids=lambda test: test.rule)
+def test_chunk_states_made_again(test):
+    from fastweight.kernels import rebuilt_states
+
+    with rebuilt_states():
+        check(test, torch.float32, "cpu")
+
+
+@interpreted
+def test_rebuilt_states_are_not_kept():
+    from fastweight.kernels import launch, launch_solve
+
+    q, k, v = torch.randn(3, 1, 200, 1, 16)
+    kept = []
+    for rebuild in (False, True):
+        plan = launch.Plan(1e-6, 1e-4, True, False, False, False, False, False, rebuild=rebuild)
+        *_, states = launch_solve.forward(plan, q, k, v, *[None] * 7, True)
+        kept.append(len(states))
+    assert kept == [4, 1]
+
+
+@interpreted
+def test_rebuilt_states_are_for_regression():
+    from fastweight.kernels import rebuilt_states
+
+    test = case("falcon-1a")
+    with rebuilt_states(), pytest.raises(ValueError, match="rule: got the inner-product objective, expected regress"):
+        kernel(test, make(test, torch.float32, "cpu"), surroundings(test, "cpu"))
+
+
 @interpreted
 def test_operators_obey_the_library_rules():
     """Schema, fake shapes and autograd registration, with and without what is optional; one gradient per input."""
@@ -226,7 +264,7 @@ def test_operators_obey_the_library_rules():
         q, k, v = (torch.randn(1, 5, 1, 4, requires_grad=True) for _ in range(3))
         beta = torch.rand(1, 5, 1, requires_grad=True)
         S = torch.randn(1, 1, 4, 4, requires_grad=True) if with_state else None
-        flags = (1e-6, 1e-4, True, False, False, False, False, False, window, regression, True)
+        flags = (1e-6, 1e-4, True, False, False, False, False, False, window, regression, regression, True)
         torch.library.opcheck(scan_forward, (q, k, v, beta, None, S, None, None, None, None, *flags))
 
 

@@ -113,17 +113,16 @@ class TestOnHopper:
         monkeypatch.setattr(launch_hopper, "walk_of", lambda where, _: launch.Walk(where, 3, -(-where.chunks // 3)))
         check(case(rule, shape=shape, state=True, ridge=0.3), torch.bfloat16, "cuda")
 
-    def test_repeated_keys(self):
-        """The inverse is worst conditioned where keys repeat and gains are near 2."""
-        import fastweight as fw
-        from fastweight.kernels import dispatch
-
+    def test_inverse_where_keys_repeat(self):
+        """Its worst condition: every row is coupled to every earlier one, with a gain near 2."""
         random = torch.Generator("cuda").manual_seed(0)
-        key = torch.nn.functional.normalize(torch.randn(1, 1, 1, 128, device="cuda", generator=random), dim=-1)
-        q, v = torch.randn(2, 1, 128, 1, 128, device="cuda", generator=random).bfloat16()
-        k = key.expand(1, 128, 1, 128).bfloat16().contiguous()
-        beta = torch.full((1, 128, 1), 1.9, device="cuda")
-        o, _ = dispatch.scan(q, k, v, beta, None, fw.RULES["falcon-1"])
-        q, k, v, beta = (tensor.double() for tensor in (q, k, v, beta))
-        expected, _ = fw.fast_weight_attention(q, k, v, beta, None, "falcon-1", form="recurrent", backend="torch")
-        assert (o.double() - expected).norm() <= 1.2e-2 * expected.norm()
+        key = torch.nn.functional.normalize(torch.randn(128, device="cuda", generator=random), dim=0).bfloat16()
+        k = key.expand(1, 192, 1, 128).contiguous()
+        beta = torch.full((1, 192, 1), 1.9, device="cuda")
+        tokens = launch.Inputs.of(PLAN, k, k, k, beta, None, None, None, None)
+        (step, _decay), inverse = launch_hopper.prepare(PLAN, tokens, Geometry.of(1, 192, None))
+        for chunk in range(3):
+            gains = step[0, chunk * 64 : chunk * 64 + 64].double()
+            coupling = torch.tril((key.double() @ key.double()) * gains.expand(64, 64), -1)
+            expected = torch.linalg.inv(torch.eye(64, device="cuda", dtype=torch.float64) + coupling).tril(-1)
+            assert (inverse[chunk, 0].double() - expected).norm() <= 1.2e-2 * expected.norm()

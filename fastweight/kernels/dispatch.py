@@ -16,6 +16,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from fastweight.kernels import states_are_rebuilt
 from fastweight.kernels.continuation import Tail, continued
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -195,6 +196,8 @@ def scan(
     floats = (q, k, v, beta, gates, S, key)
     save = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in floats)
     regression = rule.objective == "regression"
+    if states_are_rebuilt() and not regression:
+        raise ValueError(f"rule: got the {rule.objective} objective, expected regression inside rebuilt_states()")
     if mask is not None:
         k, v, beta, gates = (_hide(tensor, ~mask) for tensor in (k, v, beta, gates))
     o, S = op.scan(
@@ -202,7 +205,7 @@ def scan(
         mask if stream is None else stream.has_pair, cu_seqlens,
         float(rule.eps), float(rule.decay_floor), shift, log_decay is not None, rule.ridge == "scaled",
         rule.step == "direct", regression and log_decay is not None, rule.timing == "read-before-write",
-        rule.window, regression, save,
+        rule.window, regression, states_are_rebuilt(), save,
     )  # fmt: skip
     return (o if stream is None else o[:, stream.tokens]), S
 

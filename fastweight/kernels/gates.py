@@ -6,7 +6,7 @@ E is the mean feature energy of the window's B pairs (section 3 of the paper; at
 beta is eta and lam is the natural log-decay: the delta rules and linear attention.
 
 Traps: a row without a pair has eta = 0 and no decay. Where the gradient of eta is found as (R . dY) / eta, a zero eta
-of a row that does write is NONZERO instead: what dY's type still holds, and less than the type rounds a write by.
+of a row that does write is TINY instead, which needs the exponents of bfloat16.
 """
 
 # pyright: basic, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
@@ -149,8 +149,8 @@ def steps(
         eta, _r, _d, alpha, carry, _o, writes = step_sizes(energy, gain, ridge, pair & own, eps, floor, SCALED, DIRECT)
         w = eta / count
         log_decay = tl.where(writes, step_log_decay(alpha, carry, floor), 0.0)
-    if NONZERO > 0:
-        w = tl.where(writes & (tl.abs(w) < TINY), NONZERO, w)
+    if NONZERO:
+        w = tl.where(writes & (tl.abs(w) < TINY), TINY, w)
     line = h.to(tl.int64) * tokens + first
     tl.store(weight + line + i, w, mask=own)
     tl.store(decay + line + i, tl.cumsum(log_decay, axis=0), mask=own)

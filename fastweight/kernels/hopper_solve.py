@@ -52,9 +52,9 @@ def forward(
     k_desc, q_desc, v_desc, inverse_desc, o_desc, residual_desc, states_desc, eta, decay, state0, state1,
     length, chunks, tokens, segments, per_segment,
     H: gl.constexpr, KH: gl.constexpr, K: gl.constexpr, V: gl.constexpr, SHIFT: gl.constexpr,
-    DECAYED: gl.constexpr, BEFORE: gl.constexpr, SAVE: gl.constexpr, STAGES: gl.constexpr,
+    DECAYED: gl.constexpr, BEFORE: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """One segment of one head, 64 value columns: o, the final state, and with SAVE residuals and chunk states."""
+    """One segment of one head, 64 value columns: o, the final state, and where given residuals and chunk states."""
     dtype: gl.constexpr = k_desc.dtype
     WHOLE: gl.constexpr = DECAYED and not BEFORE
     rows: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -131,16 +131,18 @@ def forward(
         u = r * row(rates, c & 1, KEPT, rows)
         S = warpgroup_mma(gl.convert_layout(u.to(dtype), left), x, S * carry, is_async=True)
         spent = rings[1].index(s)._reinterpret(dtype, [K, 64], tall)
-        if SAVE:
+        if states_desc is not None:
             spent.permute((1, 0)).store(gl.convert_layout(low_S, wide))
+        if residual_desc is not None:
             inv.permute((1, 0)).store(r.to(dtype))
         out = warpgroup_mma_wait(1, deps=[out])
         y.permute((1, 0)).store(out.to(dtype))
         fence_async_shared()
         gl.thread_barrier()
         tma.async_copy_shared_to_global(o_desc, [n, at, value_at], rings[2].index(s))
-        if SAVE:
+        if states_desc is not None:
             tma.async_copy_shared_to_global(states_desc, [(slot + c * H) * K, block * 64], spent)
+        if residual_desc is not None:
             flat = inv._reinterpret(dtype, [1, 64, 64], v_desc.layout)
             tma.async_copy_shared_to_global(residual_desc, [n, at, value_at], flat)
         S = warpgroup_mma_wait(0, deps=[S])
@@ -236,9 +238,9 @@ def backward_state(
     k_desc, q_desc, d_o_desc, inverse_desc, d_y_desc, d_states_desc, eta, decay, d_state1, d_state0,
     length, chunks, tokens, segments, per_segment,
     H: gl.constexpr, KH: gl.constexpr, K: gl.constexpr, V: gl.constexpr, SHIFT: gl.constexpr,
-    DECAYED: gl.constexpr, BEFORE: gl.constexpr, SAVE: gl.constexpr, STAGES: gl.constexpr,
+    DECAYED: gl.constexpr, BEFORE: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """One segment of one head in reverse, 64 value columns: dS_0, and with SAVE dY and the chunks' state gradients."""
+    """One segment of one head in reverse, 64 value columns: dS_0, and if asked dY and the chunks' state gradients."""
     dtype: gl.constexpr = k_desc.dtype
     WHOLE: gl.constexpr = DECAYED and not BEFORE
     rows: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -316,7 +318,7 @@ def backward_state(
         dy, dS = warpgroup_mma_wait(0, deps=[dy, dS])
         missed = dy * -row(rates, c & 1, FELT, rows)
         dS = warpgroup_mma(gl.convert_layout(missed.to(dtype), left), x, dS, is_async=True)
-        if SAVE:
+        if d_states_desc is not None:
             do.permute((1, 0)).store(dy.to(dtype))
             # Behind this one every warp is done with the queries: the state gradient goes out through their tile.
             gl.thread_barrier()

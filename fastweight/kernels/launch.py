@@ -35,6 +35,7 @@ class Plan:
     decayed: bool  # residual on the decayed state
     before: bool  # read before write
     window: int = 1
+    rebuild: bool = False  # chunk states are not kept, but made again for the backward pass
 
 
 Saved = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -175,7 +176,7 @@ def make_steps(plan: Plan, given: Inputs, where: Geometry, nonzero: bool) -> tup
             gates.steps, (where.slots, H),
             given.k, given.beta, given.lam, *given[5:], weight, decay, *tables(where),
             float(plan.eps), float(plan.floor), BK=wide(given.k.shape[3]), WINDOW=plan.window,
-            NONZERO=(4e-6 if given.v.dtype == torch.float16 else 1e-20) if nonzero else 0.0,
+            NONZERO=nonzero,
             **given.widths, **gate_flags(plan), num_warps=4,
         )  # fmt: skip
     return weight, decay

@@ -111,19 +111,19 @@ def prepare(plan: Plan, given: Inputs, where: Geometry) -> tuple[tuple[Tensor, T
 
 def forward(
     plan: Plan, given: Inputs, walk: Walk, rates: tuple[Tensor, Tensor], inverse: Tensor, state0: Tensor | None,
-    o: Tensor, state1: Tensor, kept: tuple[Tensor, Tensor] | None,
+    o: Tensor, state1: Tensor, residual: Tensor | None, states: Tensor | None,
 ) -> None:  # fmt: skip
-    """Fills o and state1, and `kept`, residual and chunk states, if given."""
+    """Fills o and state1, and if given residual [tokens, H, V] and chunk states."""
     from fastweight.kernels import hopper_solve
 
     K, (B, T, H, V) = given.q.shape[3], given.v.shape
-    residual = None if kept is None else tiles(kept[0].view(B, T, H, V), 64)
-    states = None if kept is None else blocks(kept[1], K)
     start(
         hopper_solve.forward, (walk.where.sequences * walk.segments * H * (V // 64),),
-        tiles(given.k, K), tiles(given.q, K), tiles(given.v, 64), blocks(inverse, 64), tiles(o, 64), residual, states,
+        tiles(given.k, K), tiles(given.q, K), tiles(given.v, 64), blocks(inverse, 64), tiles(o, 64),
+        None if residual is None else tiles(residual.view(B, T, H, V), 64),
+        None if states is None else blocks(states, K),
         *rates, None if state0 is None else state0.contiguous(), state1, *_span(walk),
-        **_options(plan, given, BEFORE=plan.before, SAVE=kept is not None),
+        **_options(plan, given, BEFORE=plan.before),
     )  # fmt: skip
 
 
@@ -157,5 +157,5 @@ def backward_state(
         hopper_solve.backward_state, (walk.where.sequences * walk.segments * H * (V // 64),),
         tiles(given.k, K), tiles(given.q, K), tiles(d_o, 64), blocks(inverse, 64), d_y, d_states, *rates,
         None if d_end is None else d_end.contiguous(), d_start, *_span(walk),
-        **_options(plan, given, BEFORE=plan.before, SAVE=kept is not None),
+        **_options(plan, given, BEFORE=plan.before),
     )  # fmt: skip

@@ -41,6 +41,11 @@ class Engine(NamedTuple):
     backward_state: Callable[..., None]
 
 
+def _divides(given: Inputs) -> bool:
+    """Whether gradients of steps are found as (R . dY) / eta: bfloat16 has the range for it at a step of 0."""
+    return given.v.dtype == torch.bfloat16
+
+
 def _flags(plan: Plan, given: Inputs) -> dict[str, Any]:
     K, V, dtype = given.q.shape[3], given.v.shape[3], given.v.dtype
     common = {"V": V, "SHIFT": int(plan.shift), "DECAYED": plan.decayed, "DOT": precision(dtype)}
@@ -57,7 +62,7 @@ def _columns(width: int, given: Inputs) -> int:
 
 
 def _prepare(plan: Plan, given: Inputs, where: Geometry) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    rates = make_steps(plan, given, where, nonzero=True)
+    rates = make_steps(plan, given, where, nonzero=_divides(given))
     H, dtype = given.v.shape[2], given.v.dtype
     inverse = given.v.new_empty(where.slots, H, 64, 64)
     if where.slots and H:
@@ -70,13 +75,12 @@ def _prepare(plan: Plan, given: Inputs, where: Geometry) -> tuple[tuple[Tensor, 
     return rates, inverse
 
 
-def _forward(plan, given, walk, rates, inverse, state0, o, state1, kept) -> None:
-    residual, states = kept or (None, None)
+def _forward(plan, given, walk, rates, inverse, state0, o, state1, residual, states) -> None:
     start(
         solve.forward, _programs(walk, given, _columns(given.v.shape[3], given)),
         given.q, given.k, given.v, given.key0, given.previous, *rates, inverse,
         None if state0 is None else state0.contiguous(), o, residual, states, state1, *walk.arguments,
-        BEFORE=plan.before, SAVE=kept is not None, **_flags(plan, given),
+        BEFORE=plan.before, **_flags(plan, given),
     )  # fmt: skip
 
 
@@ -106,8 +110,9 @@ def _backward_token(plan, given, where, d_o, saved, out) -> None:
         solve_gradient.backward_token, (where.slots, H),
         given.q, given.k, d_o, given.beta, given.lam, *given[5:], eta, decay, residual, states, out.v, out.states,
         torch.empty_like(decay), out.q, out.k, out.beta, out.lam, out.key0, *tables(where),
-        float(plan.eps), float(plan.floor), SUM=sum_dtype(dtype), DECAYED=plan.decayed, BEFORE=plan.before,
-        DOT=precision(dtype), V=V, **given.widths, **gate_flags(plan), **token_tile(K, V, dtype)._asdict(),
+        float(plan.eps), float(plan.floor), SUM=sum_dtype(dtype), DIVIDES=_divides(given),
+        DECAYED=plan.decayed, BEFORE=plan.before, DOT=precision(dtype), V=V, **given.widths, **gate_flags(plan),
+        **token_tile(K, V, dtype)._asdict(),
     )  # fmt: skip
 
 
@@ -131,7 +136,7 @@ def forward(plan, q, k, v, beta, lam, state0, key0, has_key, mask, cu_seqlens, s
     where = Geometry.of(B, T, cu_seqlens)
     o = torch.empty_like(given.v)
     residual = v.new_empty(where.tokens if save else 0, H, V)
-    states = v.new_empty(where.slots if save else 0, H, K, V)
+    states = _states(plan, where, given, state0) if save else v.new_empty(0, H, K, V)
     engine, walk = _engine(given, where)
     rates, inverse = engine.prepare(plan, given, where)
     if walk.segments > 1:
@@ -139,10 +144,34 @@ def forward(plan, q, k, v, beta, lam, state0, key0, has_key, mask, cu_seqlens, s
         state0 = compose(walk, maps, local, state0, reverse=False)
     state1 = torch.empty(where.sequences * walk.segments, H, K, V, dtype=torch.float32, device=v.device)
     if state1.numel():
-        engine.forward(plan, given, walk, rates, inverse, state0, o, state1, (residual, states) if save else None)
+        kept = residual if save else None, states if save and not plan.rebuild else None
+        engine.forward(plan, given, walk, rates, inverse, state0, o, state1, *kept)
     if walk.segments > 1:
         state1 = walk.pieces(state1)[:, -1].contiguous()
     return o, state1, *rates, inverse, residual, states
+
+
+def _states(plan: Plan, where: Geometry, given: Inputs, state0: Tensor | None) -> Tensor:
+    """Room for the chunk states, or if they are to be rebuilt, those that the sequences begin with."""
+    H, K, V = given.v.shape[2], given.q.shape[3], given.v.shape[3]
+    if not plan.rebuild:
+        return given.v.new_empty(where.slots, H, K, V)
+    begins = given.v.new_zeros(where.sequences, H, K, V)
+    return begins if state0 is None else begins.copy_(state0)
+
+
+def _rebuild(plan: Plan, given: Inputs, where: Geometry, rates: tuple[Tensor, Tensor], residual, begins) -> Tensor:
+    """The chunk states [slots, H, K, V] that `forward` did not keep."""
+    states = given.v.new_empty(where.slots, *begins.shape[1:])
+    walk = Walk(where, 1, 2**30)
+    if states.numel():
+        flags = _flags(plan, given)
+        del flags["DECAYED"]
+        start(
+            solve.rebuild, _programs(walk, given, _columns(given.v.shape[3], given)),
+            given.k, given.key0, given.previous, *rates, residual, begins, states, *walk.arguments, **flags,
+        )  # fmt: skip
+    return states
 
 
 def _pieces(engine, plan, given, walk, rates, inverse, with_values) -> tuple[Tensor, Any]:
@@ -175,6 +204,8 @@ def backward(plan, d_o, d_state1, q, k, v, beta, lam, key0, has_key, mask, cu_se
     where = Geometry.of(B, T, cu_seqlens)
     d_o = d_o.contiguous()
     d_o = d_o.clone() if d_o.data_ptr() % 16 else d_o  # what TMA reads is aligned
+    if plan.rebuild:
+        states = _rebuild(plan, given, where, (eta, decay), residual, states)
     out = Gradients(given, where, want_state)
     engine, walk = _engine(given, where)
     run: tuple[Any, ...] = (plan, given, walk, (eta, decay), inverse)
@@ -188,7 +219,7 @@ def backward(plan, d_o, d_state1, q, k, v, beta, lam, key0, has_key, mask, cu_se
     if pieces is not None and walk.segments > 1:
         out.state0 = walk.pieces(pieces)[:, 0].contiguous()
     if where.slots and H:
-        fast = launch_hopper_gradient.fits(given, d_o, states)
+        fast = _divides(given) and launch_hopper_gradient.fits(given, d_o, states)
         rest = launch_hopper_gradient.solve if fast else _backward_token
         rest(plan, given, where, d_o, (eta, decay, residual, states), out)
     return out.result()

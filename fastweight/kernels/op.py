@@ -5,7 +5,8 @@ pair serves all classes: `regression` and the axes of beta say which, and what a
 calls the operator, or in eager mode the same functions without the dispatcher, which costs more than a small scan.
 
 Saved for the backward pass, per token and value head, besides the inputs: 8 bytes of step and log-decay, V elements of
-residual and 64 of inverse (regression only), and K V / 64 of chunk states (K V / (65 - R) with a window of R).
+residual and 64 of inverse (regression only), and K V / 64 of chunk states (K V / (65 - R) with a window of R). With
+`rebuild` (regression only) of the chunk states only each sequence's first: the rest is made again from the residuals.
 
 Traps: an operator may not return None or one of its inputs, so what is not wanted comes back empty, and states are new.
 """
@@ -24,11 +25,11 @@ def _forward(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, lam: Tensor | None, state0: Tensor | None,
     key0: Tensor | None, has_key: Tensor | None, mask: Tensor | None, cu_seqlens: Tensor | None,
     eps: float, floor: float, shift: bool, raw: bool, scaled: bool, direct: bool, decayed: bool, before: bool,
-    window: int, regression: bool, save: bool,
+    window: int, regression: bool, rebuild: bool, save: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """o, final S, and what the backward pass keeps: steps (energies, with a gain per column), log-decays, chunk states,
     inverse, residual."""
-    plan = launch.Plan(eps, floor, shift, raw, scaled, direct, decayed, before, window)
+    plan = launch.Plan(eps, floor, shift, raw, scaled, direct, decayed, before, window, rebuild)
     given = (q, k, v, beta, lam, state0, key0, has_key, mask, cu_seqlens, save)
     with launch.device_of(v):
         if regression:
@@ -53,7 +54,7 @@ def _by_column(beta: Tensor | None) -> bool:
 def _(q, k, v, beta, lam, state0, key0, has_key, mask, cu_seqlens, *flags):
     B, T, H, V = v.shape
     K = k.shape[-1]
-    window, regression, save = flags[-3:]
+    window, regression, rebuild, save = flags[-4:]
     N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
     stride = 65 - window
     slots = B * ((T + stride - 1) // stride) if cu_seqlens is None else T // stride + N
@@ -64,7 +65,7 @@ def _(q, k, v, beta, lam, state0, key0, has_key, mask, cu_seqlens, *flags):
         v.new_empty(N, H, K, V, dtype=wide),
         v.new_empty(H, 0 if column and not save else B * T, dtype=wide),
         v.new_empty(0, dtype=wide) if column else v.new_empty(H, B * T, dtype=wide),
-        v.new_empty(slots if save else 0, H, K, V),
+        v.new_empty((N if rebuild else slots) if save else 0, H, K, V),
         v.new_empty(slots, H, 64, 64) if regression else v.new_empty(0),
         v.new_empty(B * T if save else 0, H, V) if regression else v.new_empty(0),
     )
@@ -75,10 +76,10 @@ def _backward(
     key0: Tensor | None, has_key: Tensor | None, mask: Tensor | None, cu_seqlens: Tensor | None,
     step: Tensor, decay: Tensor, states: Tensor, inverse: Tensor, residual: Tensor,
     eps: float, floor: float, shift: bool, raw: bool, scaled: bool, direct: bool, decayed: bool, before: bool,
-    window: int, regression: bool, want_state: bool,
+    window: int, regression: bool, rebuild: bool, want_state: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k, v, beta, lam, the initial S and the initial key; empty where there is none."""
-    plan = launch.Plan(eps, floor, shift, raw, scaled, direct, decayed, before, window)
+    plan = launch.Plan(eps, floor, shift, raw, scaled, direct, decayed, before, window, rebuild)
     given = (d_o, d_state1, q, k, v, beta, lam, key0, has_key, mask, cu_seqlens)
     with launch.device_of(v):
         if regression:
@@ -129,7 +130,7 @@ def _gradients(ctx, d_o, d_state1, *_unused):
         None if lam is None else d_lam,
         d_state0 if ctx.has_state else None,
         None if key0 is None else d_key0,
-        *([None] * 14),
+        *([None] * 15),
     )
 
 

@@ -259,9 +259,9 @@ def forward(
     q, k, v, key0, previous, eta, decay, inverse, state0, o, residual, states, state1,
     cu, chunk_start, length, chunks, tokens, segments, per_segment,
     H: tl.constexpr, KH: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    SHIFT: tl.constexpr, DECAYED: tl.constexpr, BEFORE: tl.constexpr, SAVE: tl.constexpr, DOT: tl.constexpr,
+    SHIFT: tl.constexpr, DECAYED: tl.constexpr, BEFORE: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """One segment of one head, BV value columns: o, the final state, and with SAVE residuals and chunk states."""
+    """One segment of one head, BV value columns: o, the final state, and where given residuals and chunk states."""
     pid = tl.program_id(0)
     blocks: tl.constexpr = (V + BV - 1) // BV
     h = (pid // blocks) % H
@@ -303,11 +303,11 @@ def forward(
         if BEFORE:
             g_read = decay_before(decay, line, first, i, high)
         low_S = S.to(x.dtype)
-        if SAVE:
+        if states is not None:
             tl.store(states + at_chunk * (K * V) + state_at, low_S, mask=in_state)
         w = y.to(tl.float32) - tl.exp2(g_res)[:, None] * tl.dot(x, low_S, input_precision=DOT)
         r = tl.dot(inv, w.to(x.dtype), acc=w, input_precision=DOT)
-        if SAVE:
+        if residual is not None:
             store_tile(residual, r, first, i, h, cv, live, H, V, BV)
         u = r * a[:, None]
         p = tl.dot(qt, tl.trans(x), input_precision=DOT)
@@ -319,6 +319,41 @@ def forward(
         S = tl.dot(tl.trans(x), u.to(x.dtype), acc=S * tl.exp2(g_last), input_precision=DOT)
     if state1 is not None:
         tl.store(state1 + slot + state_at, S.to(state1.dtype.element_ty), mask=in_state)
+
+
+@triton.jit(do_not_specialize=["length", "chunks", "tokens", "segments", "per_segment"])
+def rebuild(
+    k, key0, previous, eta, decay, residual, begins, states,
+    cu, chunk_start, length, chunks, tokens, segments, per_segment,
+    H: tl.constexpr, KH: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    SHIFT: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """The chunk states of one sequence of one head again, BV value columns, from the first one and the residuals."""
+    pid = tl.program_id(0)
+    blocks: tl.constexpr = (V + BV - 1) // BV
+    h = (pid // blocks) % H
+    seg = pid // (blocks * H)
+    n, lead, start, stop, begin, size = segment_span(seg, cu, chunk_start, length, chunks, segments, per_segment, 64)
+    kh = h // (H // KH)
+    i = tl.arange(0, 64)
+    ck = tl.arange(0, BK)
+    cv = (pid % blocks) * BV + tl.arange(0, BV)
+    state_at, in_state = state_tile(ck, cv, K, V, BK, BV)
+    S = tl.load(begins + (n.to(tl.int64) * H + h) * (K * V) + state_at, mask=in_state, other=0.0).to(tl.float32)
+    line = h.to(tl.int64) * tokens
+    for c in range(start, stop):
+        first = begin + c * 64
+        high = size - c * 64
+        source, live = source_rows(previous, first, i, -c * 64, high, SHIFT)
+        x = load_keys(k, key0, previous, source, live, first, i, -c * 64, n, kh, ck, KH, K, SHIFT, BK)
+        r = load_tile(residual, first, i, h, cv, live, H, V, BV)
+        at_chunk = (lead + c).to(tl.int64) * H + h
+        tl.store(states + at_chunk * (K * V) + state_at, S.to(x.dtype), mask=in_state)
+        a = tl.load(eta + line + first + i, mask=live, other=0.0)
+        g = decay_rows(decay, line, first, i, high)
+        g_last = tl.load(decay + line + first + tl.minimum(high - 1, 63))
+        u = r.to(tl.float32) * (tl.exp2(g_last - g) * a)[:, None]
+        S = tl.dot(tl.trans(x), u.to(x.dtype), acc=S * tl.exp2(g_last), input_precision=DOT)
 
 
 @triton.jit(do_not_specialize=["length", "chunks", "tokens", "segments", "per_segment"])

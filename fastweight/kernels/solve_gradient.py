@@ -1,8 +1,11 @@
 """Scalar-gain regression, the part of backward that is parallel over chunks: dY and state gradients -> the rest.
 
-Notation and algebra as in solve.py. For every call; hopper_solve_gradient.py is faster for some. Traps: no loop is pipelined: with two stages gradients are wrong on Triton 3.6.
-What a product needs transposed is made the other way round, never transposed from an accumulator. The gradient of a
-log-decay is a sum of terms that all carry it, not a difference of totals, or strong decay drowns it.
+Notation and algebra as in solve.py. For every call; hopper_solve_gradient.py is faster for some. The gradient of a step
+is (R . dY) / eta where eta can be kept from 0 (DIVIDES, bfloat16), else the sum of all that sees its write.
+
+Traps: no loop is pipelined: with two stages gradients are wrong on Triton 3.6. What a product needs transposed is made
+the other way round, never transposed from an accumulator. The gradient of a log-decay is a sum of terms that all carry
+it, not a difference of totals, or strong decay drowns it.
 """
 
 # pyright: basic, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
@@ -39,7 +42,7 @@ def backward_token(
     cu, chunk_seq, chunk_start, length, chunks, tokens, eps, floor,
     H: tl.constexpr, KH: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     SHIFT: tl.constexpr, RAW: tl.constexpr, SCALED: tl.constexpr, DIRECT: tl.constexpr, DECAYED: tl.constexpr,
-    BEFORE: tl.constexpr, DOT: tl.constexpr, SUM: tl.constexpr,
+    BEFORE: tl.constexpr, DOT: tl.constexpr, SUM: tl.constexpr, DIVIDES: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one head: gradients of queries, keys, and of the step sizes down to beta and lam."""
     chunk = tl.program_id(0)
@@ -76,10 +79,13 @@ def backward_token(
         dp = tl.dot(do, tl.trans(r), acc=dp, input_precision=DOT)
         dg = tl.dot(dy, tl.trans(r), acc=dg, input_precision=DOT)
         d_eta += tl.sum(r.to(tl.float32) * dy.to(tl.float32), axis=1)
-    d_eta = tl.where(a == 0, 0.0, d_eta / tl.where(a == 0, 1.0, a))
     # How each later row i sees the write of an earlier row j.
-    dp *= fade(reads, g_read[:, None] - g[None, :]) * a[None, :]
-    dg *= -fade(later > 0, g_res[:, None] - g[None, :]) * a[None, :]
+    dp *= fade(reads, g_read[:, None] - g[None, :])
+    dg *= -fade(later > 0, g_res[:, None] - g[None, :])
+    if DIVIDES:
+        d_eta = tl.where(a == 0, 0.0, d_eta / tl.where(a == 0, 1.0, a))
+        dp *= a[None, :]
+        dg *= a[None, :]
     p = tl.zeros([64, 64], tl.float32)
     gram = tl.zeros([64, 64], tl.float32)
     energy = tl.zeros([64], tl.float32)
@@ -90,6 +96,10 @@ def backward_token(
         p = tl.dot(qt, tl.trans(x), acc=p, input_precision=DOT)
         gram = tl.dot(x, tl.trans(x), acc=gram, input_precision=DOT)
         energy += tl.sum(x.to(tl.float32) * x.to(tl.float32), axis=1)
+    if not DIVIDES:
+        d_eta = tl.sum(p * dp + gram * dg, axis=0)
+        dp *= a[None, :]
+        dg *= a[None, :]
     # A log-decay of row t is felt by every pair j < t <= i (or t < i where the row before is the last one felt).
     before = tl.where(later_felt < 0, 1.0, 0.0).to(SUM)
     reads = later_felt > 0 if BEFORE else later_felt >= 0
@@ -132,7 +142,10 @@ def backward_token(
         store_tile(d_q, d_read, first, i, h, ck, live, H, K, BK)
         d_miss *= -tl.exp2(g_res)[:, None]
         row_miss += tl.sum(d_miss * wide_x, axis=1)
-        d_write *= (tl.exp2(g_last - g) * a)[:, None]
+        d_write *= tl.exp2(g_last - g)[:, None]
+        if not DIVIDES:
+            d_eta += tl.sum(d_write * wide_x, axis=1)
+        d_write *= a[:, None]
         row_write += tl.sum(d_write * wide_x, axis=1)
         d_x = tl.dot(dg_low, x, acc=d_miss + d_write, input_precision=DOT)
         # dP^T Q + dG^T X, made the other way round so that no accumulator is a transposed operand.
@@ -150,7 +163,7 @@ def backward_token(
     tl.debug_barrier()
     d_log = tl.load(scratch + line + first + i, mask=live, other=0.0)
     if RAW:
-        d_gain = d_eta
+        d_gain = tl.where(pair, d_eta, 0.0)
         d_ridge = tl.where(pair, d_log, 0.0)
     else:
         gain = load_head(beta, first, i, h, H, pair, 1.0)
