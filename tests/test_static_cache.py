@@ -68,6 +68,33 @@ class TestOneToken:
         assert_close(logits, model(ids).logits[[1, 0], 4:], DTYPE)
 
 
+@pytest.mark.parametrize("mixer", MEMORIES)
+def test_a_state_is_overwritten_only_where_that_is_allowed(mixer):
+    layer, x = build(mixer).model.layers[0].mixer, torch.randn(3, 6, 16, dtype=DTYPE)
+    mask = torch.tensor([[True], [False], [True]])
+    with torch.no_grad():
+        _, state = layer(x[:, :5], output_state=True)
+        held = [part.clone() for part in state.memory]
+        expected, after = layer(x[:, 5:], mask=mask, state=state, output_state=True)
+        assert all(torch.equal(part, old) for part, old in zip(state.memory, held, strict=True))
+        out, new = layer(x[:, 5:], mask=mask, state=state, output_state=True, overwrite_state=True)
+    assert_close(out, expected, DTYPE)
+    assert_close(new.conv, after.conv, DTYPE)
+    for name, part, right in zip(after.memory._fields, new.memory, after.memory, strict=True):
+        assert_close(part, right, DTYPE, "state", name)
+    if mixer.startswith("falcon"):
+        assert all(part is old for part, old in zip(new.memory, state.memory, strict=True)), "no step in place"
+    with torch.no_grad():
+        several, _ = layer(x[:, :2], state=new, output_state=True, overwrite_state=True)
+    assert torch.isfinite(several).all()
+    explicit = build(mixer, backend="torch").model.layers[0].mixer
+    with torch.no_grad():
+        _, state = explicit(x[:, :5], output_state=True)
+        held = state.memory.S.clone()
+        explicit(x[:, 5:], state=state, output_state=True, overwrite_state=True)
+    assert torch.equal(state.memory.S, held)  # a backend that was named is used as it is
+
+
 @pytest.fixture
 def recordings(monkeypatch):
     """Recording on a CPU: a list that grows by one with each; a replay runs the forward into the same buffer."""

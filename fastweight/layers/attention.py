@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fastweight.layers.memory_mixer import LayerState, MemoryMixer
 from fastweight.layers.parts import FEATURE_MAPS, QK_NORMS, Gate, feature_energy, rms_normalize
-from fastweight.memory.attention import fast_weight_attention
+from fastweight.memory.attention import fast_weight_attention, step_in_place
 from fastweight.memory.rules import Rule, rule_of
 from fastweight.memory.state import State
 
@@ -122,9 +122,21 @@ class FastWeightAttention(MemoryMixer):
     def attend(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, around: dict[str, Any]
     ) -> tuple[Float[Tensor, "B T H V"], State | None]:
-        step, lam = self._gates(x)
+        return fast_weight_attention(*self._tokens(x, q, k, v), self.rule, **around)
+
+    def step_in_place(
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, memory: State, mask: Tensor | None
+    ) -> Float[Tensor, "B 1 H V"] | None:
+        if self.backend != "auto" or self.form not in ("auto", "recurrent"):
+            return None
+        q, k, v, step, lam = (part[:, 0] for part in self._tokens(x, q, k, v))
+        mask_t = None if mask is None else mask[:, 0]
+        return step_in_place(q, k, v, step, lam, memory, self.rule, mask_t=mask_t)[:, None]
+
+    def _tokens(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """What the op reads: featured q and k, v, the step and lam."""
         v = rms_normalize(v, self.norm_eps) if self.value_norm else v
-        return fast_weight_attention(self._featured(q), self._featured(k), v, step, lam, self.rule, **around)
+        return self._featured(q), self._featured(k), v, *self._gates(x)
 
     def _featured(self, u: Float[Tensor, "B T Hk K"]) -> Float[Tensor, "B T Hk K"]:
         return FEATURE_MAPS[self.feature_map](QK_NORMS[self.qk_norm](u, self.norm_eps))

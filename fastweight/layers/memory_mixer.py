@@ -122,6 +122,18 @@ class MemoryMixer(nn.Module):
         """The memory: gates from the hidden states x, then the op with its keywords `around`."""
         raise NotImplementedError
 
+    def step_in_place(
+        self,
+        x: Float[Tensor, "B 1 D"],
+        q: Float[Tensor, "B 1 Hk K"],
+        k: Float[Tensor, "B 1 Hk K"],
+        v: Float[Tensor, "B 1 H V"],
+        memory: State,
+        mask: Bool[Tensor, "B 1"] | None,
+    ) -> Float[Tensor, "B 1 H V"] | None:
+        """`attend` for one token, the next state in `memory`'s own tensors; None where a layer has no such step."""
+        return None
+
     def gated(self, o: Float[Tensor, "B T H V"], x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T H*V"]:
         """What the memory read, normalised per head and gated."""
         o = rearrange(self.o_norm(o), "b t h v -> b t (h v)")
@@ -135,6 +147,7 @@ class MemoryMixer(nn.Module):
         state: LayerState | None = None,
         output_state: bool = False,
         position_ids: Int[Tensor, "B T"] | None = None,
+        overwrite_state: bool = False,
     ) -> tuple[Float[Tensor, "B T D"], LayerState | None]:
         """Mixes T tokens after `state`.
 
@@ -145,6 +158,8 @@ class MemoryMixer(nn.Module):
             state: of the tokens before; None means a fresh start.
             output_state: whether to return the state after the last token (else None).
             position_ids: not used; a memory counts its own tokens where it needs to.
+            overwrite_state: whether a single token may leave its state in the tensors of `state.memory` (never with
+                gradients); the state returned then holds the same tensors.
 
         Raises:
             ValueError: for anything inconsistent, naming the argument.
@@ -153,6 +168,10 @@ class MemoryMixer(nn.Module):
         check_cu_seqlens(cu_seqlens, hidden_states)
         _check_state(state, len(hidden_states) if cu_seqlens is None else len(cu_seqlens) - 1)
         q, k, v, conv = self._qkv(hidden_states, mask, cu_seqlens, None if state is None else state.conv)
+        if overwrite_state and state is not None and cu_seqlens is None and v.shape[1] == 1:
+            o = self.step_in_place(hidden_states, q, k, v, state.memory, mask)
+            if o is not None:
+                return self.o_proj(self.gated(o, hidden_states)), LayerState(conv, state.memory)
         around = {
             "form": self.form,
             "backend": self.backend,

@@ -1,10 +1,10 @@
 """Every mixer by name: what stands between the norms and the MLP of a block, all with one signature.
 
-    out, state = mixer(hidden_states, mask, cu_seqlens, state, output_state, position_ids)
+    out, state = mixer(hidden_states, mask, cu_seqlens, state, output_state, position_ids, overwrite_state)
 
 A new mixer is a module with that forward, with `core_flops` and `state_bytes` (see `MemoryMixer`), and one entry in
-`MIXERS`. `memory` says what it keeps between calls: "state" (a LayerState, returned and never modified) or "kv" (a
-key-value cache layer, updated in place).
+`MIXERS`. `memory` says what it keeps between calls: "state" (a LayerState, returned, and modified only where
+`overwrite_state` allows it) or "kv" (a key-value cache layer, updated in place).
 """
 
 from collections.abc import Callable

@@ -45,6 +45,7 @@ class SoftmaxAttention(nn.Module):
         state: Any = None,
         output_state: bool = False,
         position_ids: Int[Tensor, "b T"] | None = None,
+        overwrite_state: bool = False,
     ) -> tuple[Float[Tensor, "B T D"], Any]:
         """Mixes T tokens after the cached ones.
 
@@ -56,6 +57,7 @@ class SoftmaxAttention(nn.Module):
                 whose `get_seq_length()` counts the stored ones (a cache layer of transformers).
             output_state: whether to return `state` (updated in place).
             position_ids: of the new tokens; None counts the real tokens before each (inside its document).
+            overwrite_state: not used; keys and values are always added in place.
 
         Raises:
             ValueError: for anything inconsistent, naming the argument.

@@ -34,6 +34,11 @@ class MemoryLayer(LinearAttentionLayer):
     def is_empty(self) -> bool:
         return not self.has_previous_state[0]
 
+    @property
+    def may_be_overwritten(self) -> bool:
+        """Whether a layer may write its next state into the tensors of this one."""
+        return not self.is_empty and _writable(self.recurrent_states[0])
+
     def load(self) -> LayerState | None:
         """The state, or None before the first token."""
         if self.is_empty:
@@ -121,6 +126,10 @@ class KeyValueLayer(DynamicLayer):
     def is_empty(self) -> bool:
         return self.get_seq_length() == 0
 
+    @property
+    def may_be_overwritten(self) -> bool:
+        return False  # it grows
+
     def load(self) -> "KeyValueLayer":
         return self
 
@@ -143,11 +152,14 @@ def _overwrite(old: Tensor | None, new: Tensor) -> Tensor:
     if torch.is_grad_enabled():
         return new
     fits = old is not None and (old.shape, old.dtype, old.device) == (new.shape, new.dtype, new.device)
-    if old is None or not fits:
-        return new.clone()
-    if not torch.compiler.is_compiling() and old.is_inference() and not torch.is_inference_mode_enabled():
-        return new.clone()
-    return old.copy_(new)
+    return old.copy_(new) if old is not None and fits and _writable(old) else new.clone()
+
+
+def _writable(part: Tensor | None) -> bool:
+    """Not where backward may need it, and not a tensor of inference mode outside of it."""
+    if part is None or torch.is_grad_enabled():
+        return False
+    return torch.compiler.is_compiling() or not part.is_inference() or torch.is_inference_mode_enabled()
 
 
 class FastWeightCache(Cache):

@@ -61,6 +61,7 @@ class FastWeightBlock(GradientCheckpointingLayer):
             state=None if memory is None else memory.load(),
             output_state=memory is not None,
             position_ids=position_ids,
+            overwrite_state=memory is not None and memory.may_be_overwritten,
         )
         if memory is not None:
             memory.store(state, hidden_states.shape[1])
