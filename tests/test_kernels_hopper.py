@@ -114,15 +114,15 @@ class TestOnHopper:
         check(case(rule, shape=shape, state=True, ridge=0.3), torch.bfloat16, "cuda")
 
     def test_inverse_where_keys_repeat(self):
-        """Its worst condition: every row is coupled to every earlier one, with a gain near 2."""
+        """Every row is coupled to every earlier one; only bfloat16 rounds what comes out."""
         random = torch.Generator("cuda").manual_seed(0)
         key = torch.nn.functional.normalize(torch.randn(128, device="cuda", generator=random), dim=0).bfloat16()
         k = key.expand(1, 192, 1, 128).contiguous()
-        beta = torch.full((1, 192, 1), 1.9, device="cuda")
+        beta = torch.ones(1, 192, 1, device="cuda")
         tokens = launch.Inputs.of(PLAN, k, k, k, beta, None, None, None, None)
         (step, _decay), inverse = launch_hopper.prepare(PLAN, tokens, Geometry.of(1, 192, None))
         for chunk in range(3):
             gains = step[0, chunk * 64 : chunk * 64 + 64].double()
             coupling = torch.tril((key.double() @ key.double()) * gains.expand(64, 64), -1)
             expected = torch.linalg.inv(torch.eye(64, device="cuda", dtype=torch.float64) + coupling).tril(-1)
-            assert (inverse[chunk, 0].double() - expected).norm() <= 1.2e-2 * expected.norm()
+            assert (inverse[chunk, 0].double() - expected).norm() <= 4e-3 * expected.norm()
