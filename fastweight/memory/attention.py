@@ -224,14 +224,18 @@ def _attend(inputs: Inputs, call: _Call, around: Around, output_final_state: boo
     N = len(v) if cu_seqlens is None else len(cu_seqlens) - 1
     checks.check_state(initial_state, inputs.k, v, call.rule, N)
     dtype = working_dtype(*inputs)
-    state = _start(initial_state, call.rule, N, inputs.k, v, dtype)
+    # Zeros that nobody reads cost more than some kernels: without anything carried only single tokens need a state.
+    fresh = initial_state is None and v.shape[1] != 1
+    state = None if fresh else _start(initial_state, call.rule, N, inputs.k, v, dtype)
     kernels = _use_kernels(inputs, call, around, state)
     with torch.autocast(v.device.type, enabled=False):
-        if kernels == "step":
+        if kernels == "step" and state is not None:
             o, new = fused.step(inputs, call.rule, state, mask)
             return o, new if output_final_state else None
         if kernels == "scan":
-            return fused.attend(inputs, call.rule, around, state, output_final_state)
+            carried = None if initial_state is None else state
+            return fused.attend(inputs, call.rule, around, carried, output_final_state)
+        state = _start(None, call.rule, N, inputs.k, v, dtype) if state is None else state
         inputs = inputs.map(lambda t: t.to(dtype))
         if cu_seqlens is None:
             o, state = _dense(inputs, call, state, mask)
@@ -240,14 +244,14 @@ def _attend(inputs: Inputs, call: _Call, around: Around, output_final_state: boo
     return o.to(v.dtype), state if output_final_state else None
 
 
-def _use_kernels(inputs: Inputs, call: _Call, around: Around, state: State) -> Literal["", "step", "scan"]:
+def _use_kernels(inputs: Inputs, call: _Call, around: Around, state: State | None) -> Literal["", "step", "scan"]:
     """Which Triton kernels serve this call, if any; a backend that was asked for is obeyed or raises."""
     device, T = inputs.v.device.type, inputs.v.shape[1]
     if call.backend == "torch" or (call.backend == "auto" and device != "cuda"):
         return ""
     reason: str | None = "kernels compute the chunk form, in chunks of their own size, and single tokens"
     found: Literal["step", "scan"] = "scan"
-    if T == 1 and call.form in ("auto", "recurrent") and around.cu_seqlens is None:
+    if state is not None and T == 1 and call.form in ("auto", "recurrent") and around.cu_seqlens is None:
         found, reason = "step", fused.no_step(inputs, call.rule, state)
     chosen = call.backend == "triton"
     if reason and call.form in ("auto", "chunk") and call.chunk_size is None and (T > 1 or chosen):

@@ -32,28 +32,29 @@ def no_kernel(inputs: Inputs, rule: Rule, around: Around) -> str | None:
 
 
 def attend(
-    inputs: Inputs, rule: Rule, around: Around, state: State, output_final_state: bool
+    inputs: Inputs, rule: Rule, around: Around, state: State | None, output_final_state: bool
 ) -> tuple[Tensor, State | None]:
     """o in v's dtype, and the State after the last token of every sequence.
 
-    state: what `around` carries in, as a State of the right dtype, or zeros.
+    state: what `around` carries in, as a State of the right dtype; None where that is nothing, for which the kernels
+    have a leaner variant.
     """
     from fastweight.kernels import dispatch
 
     q, k, v, beta, lam, log_decay = inputs
-    # Nothing carried, nothing passed: the kernels have a leaner variant for a fresh start.
-    carried = around.key is not None
+    held = None if around.key is None else state
     o, S = dispatch.scan(
         q, k, v, beta, lam, rule,
         log_decay=log_decay,
-        S=None if around.initial_state is None else state.S,
-        key=state.key if carried else None,
-        has_key=state.has_key if carried else None,
-        tail=(state.tail_x, state.tail_y, state.tail_count) if carried else None,
+        S=None if state is None else state.S,
+        key=None if held is None else held.key,
+        has_key=None if held is None else held.has_key,
+        tail=None if held is None else (held.tail_x, held.tail_y, held.tail_count),
         mask=around.mask, cu_seqlens=around.cu_seqlens,
     )  # fmt: skip
     if not output_final_state:
         return o, None
+    state = State.fresh(S, rule, num_key_heads=k.shape[2]) if state is None else state
     return o, _boundary(k, v, rule, state, around.mask, around.cu_seqlens)._replace(S=S)
 
 
