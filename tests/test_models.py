@@ -106,6 +106,14 @@ class TestFiles:
             logits = again(tokens(1, 9)).logits
             assert logits.dtype == torch.bfloat16
             assert torch.isfinite(logits).all()
+        model.save_pretrained(tmp_path / "half")
+        with safe_open(tmp_path / "half" / "model.safetensors", "pt") as file:
+            assert "lm_head.weight" not in set(file.keys())
+        again = AutoModelForCausalLM.from_pretrained(tmp_path / "half")  # in the dtypes of the file
+        assert again.lm_head.weight is again.model.embed_tokens.weight
+        for (name, one), other in zip(again.named_parameters(), model.parameters(), strict=True):
+            assert one.dtype == other.dtype, name
+            assert torch.equal(one, other), name
 
     def test_initialisation_on_the_meta_device(self, mixer):
         config = build(mixer).config
