@@ -1,8 +1,8 @@
 """Regression class on Hopper, the part of backward that is parallel over chunks: solve_gradient.py, faster.
 
-For 16-bit calls with 64 or 128 key and value columns, whatever surrounds the tokens. The same algebra, with these
+For bfloat16 with 64 or 128 key and value columns, whatever surrounds the tokens. The same algebra, with these
 differences: each tile is read once, 64 key columns of the states at a time; the gradient of a row's step and its energy
-are the diagonals of dY R^T and X X^T; what the loss feels of scores and misses is summed before its one product with
+are diagonals, (dY R^T) / eta and X X^T; what the loss feels of scores and misses is summed before its one product with
 the mask of earlier columns; the energy's share joins the key gradient before it is stored.
 
 Traps: those of hopper_parts.py. With 64 of 128 key columns done their key gradient waits in 16 bits for its last terms.
