@@ -39,7 +39,7 @@ def test_cases_take_turns_and_failures_cost_one_case(tmp_path: Path, monkeypatch
     monkeypatch.setattr(lm, "machine", lambda: {"device": "none", "torch": "0", "commit": "x", "command": "python"})
     done = lm.Collected(tmp_path / "out" / "lm.json", add=False)
     cases = ["train first 8 16", "train slow 8 16", "train wrong 8 16", "train second 4 16", "decode first 2 16"]
-    lm.run(cases, limit=60, box=6, profile=False, caches=str(tmp_path), done=done)
+    lm.run(cases, limit=60, box=6, profile=None, caches=str(tmp_path), done=done)
     found = json.loads((tmp_path / "out" / "lm.json").read_text())["rows"]
     rows = {(row["what"], row["name"]): row for row in found}
     assert len(found) == 6
