@@ -14,8 +14,8 @@ PEERS = {"fla": "FLA GatedDeltaNet, eager", "llama": "Llama, SDPA, compiled"}
 HOW = (
     "bfloat16 weights (gates float32), fused AdamW, clipping, random tokens; our models with compiled blocks.",
     f"MFU is 6 N FLOP per token over {PEAK / 1e12:.0f} TFLOP/s. While a case imports and compiles, others do so too or",
-    "are timed, so seconds to the first step are an upper bound; while one is timed, all others are stopped. Decoding is",
-    "greedy; Llama decodes on transformers' static cache, filled with zeros instead of read.",
+    "are timed, so seconds to the first step are an upper bound; while one is timed, all others are stopped.",
+    "Decoding is greedy; Llama decodes on transformers' static cache, filled with zeros instead of read.",
 )
 Row = dict[str, Any]
 

@@ -7,7 +7,7 @@
 
 Started on a directory that holds the same run, `train` goes on from the newest complete checkpoint and ends with the
 same parameters, bit for bit on one process, as a run that was never interrupted. Traps: items of a dataset are in the
-order in which they are seen, so the sampler is sequential; several GPUs need torchrun (see docs/guides/train-lm.md);
+order in which they are seen, so the sampler is sequential; several GPUs need torchrun (see docs/training.md);
 stopping early leaves the schedule as the recipe has it, so that the run can go on.
 """
 
