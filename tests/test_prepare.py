@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from fastweight import cli
 from fastweight.data import load_tokenizer, open_shards
 from fastweight.data import prepare as room
 from fastweight.data.prepare import PrepareOptions, prepare
@@ -181,17 +182,14 @@ def test_kill_9_with_workers_leaves_no_process_and_the_same_bytes(tmp_path: Path
     told = [str(tmp_path / "a.jsonl"), "--tokenizer", bpe, "--validation-fraction", "0.1", "--workers", "2"]
     command = [sys.executable, "-c", MAIN, "prepare", *told, "--out", str(tmp_path / "cut")]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    shard, deadline = tmp_path / "cut" / "train-00000.bin", time.monotonic() + 60
-    while not shard.exists() and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert shard.exists()
+    shard = tmp_path / "cut" / "train-00000.bin"
+    assert _soon(lambda: shard.exists() or process.poll() is not None)
     children = _children(process.pid)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    while any(map(_alive, children)) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    assert shard.exists()
     assert children
-    assert not any(map(_alive, children))
+    assert _soon(lambda: not any(map(_alive, children)))
     options = PrepareOptions(validation_fraction=0.1)
     for out in ("cut", "whole"):
         prepare(told[:1], tmp_path / out, tokenizer=bpe, options=options, say=quiet)
@@ -268,6 +266,39 @@ def test_other_directories_and_sources_are_refused(tmp_path: Path, bpe: str) -> 
     for options in bad:
         with pytest.raises(ValueError, match=f"{next(iter(options))}: got"):
             PrepareOptions(**options)
+
+
+def test_the_command_says_what_it_wrote(
+    tmp_path: Path, bpe: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.jsonl").write_text(rows(documents(40)))
+    words = ["fastweight", "prepare", str(tmp_path / "a.jsonl"), "--out", str(tmp_path / "out"), "--tokenizer", bpe]
+    monkeypatch.setattr("sys.argv", [*words, "--workers", "1", "--validation-fraction", "0.3"])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert not end.value.code
+    meta = json.loads((tmp_path / "out" / "meta.json").read_text())
+    said = capsys.readouterr().out
+    for split in ("train", "validation"):
+        assert f"{meta['splits'][split]['tokens']:,}" in said
+    assert said.splitlines()[-1] == str(tmp_path / "out")
+
+    def interrupted(*args: object, **kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(room, "prepare", interrupted)
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert end.value.code == 130
+    assert "The same command goes on" in capsys.readouterr().err
+
+
+def _soon(holds: Callable[[], bool]) -> bool:
+    """Whether it holds within minutes, which a busy machine may need to start a process; a second elsewhere."""
+    deadline = time.monotonic() + 240
+    while not holds() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return holds()
 
 
 def _children(pid: int) -> list[int]:

@@ -85,16 +85,16 @@ _worker_tokenizer: Tokenizer | None = None
 
 def _start_worker(saved: Path) -> None:
     global _worker_tokenizer
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-    _worker_tokenizer = load_tokenizer(saved)
     parent = multiprocessing.parent_process()
     assert parent is not None, "a worker has a parent"
+    threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True).start()
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    _worker_tokenizer = load_tokenizer(saved)
 
-    def end_with_parent() -> None:
-        wait([parent.sentinel])
-        os._exit(1)
 
-    threading.Thread(target=end_with_parent, daemon=True).start()
+def _end_with(sentinel: int) -> None:
+    wait([sentinel])
+    os._exit(1)
 
 
 def _work(texts: list[str]) -> Encoded:
