@@ -118,10 +118,14 @@ def train(name: str, batch: int, length: int, profile: bool) -> None:
     _seconds(lambda: (step(), step()))
     torch.cuda.reset_peak_memory_stats()
     seconds = [_seconds(lambda: [step() for _ in range(STEPS)]) / STEPS for _ in range(ROUNDS)]
+    last = float(step())
+    if not last < loss:  # the same batch again and again: a loss that does not fall, or is NaN, is a fault
+        raise RuntimeError(f"the loss went from {loss} to {last} on one batch")
     say(
         "result",
         batch=batch,
         length=length,
+        last_loss=round(last, 3),
         parameters=sum(p.numel() for p in parameters),
         tokens_per_second=[round(batch * length / s) for s in sorted(seconds)],
         peak_gib=round(torch.cuda.max_memory_allocated() / 2**30, 2),
