@@ -2,9 +2,9 @@
 
 Every case runs in a process of its own (benchmarks.gpu_worker). All of them import, compile and compare values and
 gradients with the float64 recurrence side by side; then they measure one at a time, in two rounds, the second in
-reverse order: medians of CUDA events over the whole op, from (q, k, v, beta, gate) to o, without gradients and through
-autograd. The floor is the larger of bytes over the copy rate and operations over the matrix rate, both measured in the
-same run.
+reverse order: the whole op, from (q, k, v, beta, gate) to o, without gradients and through autograd. Times are the
+device's alone; what the host needs stands beside them. The floor is the larger of bytes over the copy rate and
+operations over the matrix rate, both measured in the same run.
 
 Traps: whoever still compiles or tunes is stopped while another measures, and goes on afterwards, until the deadline. A
 case that does not answer within its time box is killed and listed as such. Results are on disk after every row.
@@ -22,7 +22,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -83,12 +83,17 @@ class Child:
                 with contextlib.suppress(BrokenPipeError):
                     pipe.close()
 
-    def until(self, kind: str, report: "Report", end: float) -> dict[str, Any]:
-        """What it says of that kind; everything else on the way goes into the report. Killed when it is too late."""
+    def until(self, kind: str, report: "Report", end: float, kill: bool = True) -> dict[str, Any] | None:
+        """What it says of that kind; everything else on the way goes into the report.
+
+        Too late, it is killed, or without `kill` the answer is None.
+        """
         while True:
             try:
                 said = self.said.get(timeout=max(0.0, end - time.monotonic()))
             except queue.Empty:
+                if not kill:
+                    return None
                 self.process.kill()
                 self.process.wait()
                 return {"failed": "out of time"}
@@ -99,6 +104,11 @@ class Child:
             self.warm |= said["kind"] == "warm"
             if said["kind"] == kind:
                 return said
+
+    def drain(self, report: "Report") -> bool:
+        """Whether it is warm by now."""
+        self.until("warm", report, time.monotonic() + 0.05, kill=False)
+        return self.warm
 
 
 class Report:
@@ -180,8 +190,8 @@ def measure(child: Child, number: int, children: list[Child], report: Report, en
     if "ceilings" not in report.found:
         report.found["ceilings"] = ceilings()
     child.go()
-    said = child.until("row", report, min(end, time.monotonic() + BOX))
-    if "label" not in said and child.label != DECODE:
+    said = child.until("row", report, time.monotonic() + BOX)
+    if said is not None and "failed" in said and "label" not in said and child.label != DECODE:
         report.row(child.label, SHAPES[number], said)
     for other in busy:
         other.hold(False)
@@ -191,35 +201,35 @@ def run_round(chosen: list[Child], children: list[Child], report: Report, end: f
     """One measurement of each of the chosen at each of its shapes, shape by shape."""
     for number in range(len(SHAPES)):
         for child in chosen:
-            if number in (child.numbers or [0]) and child.warm and child.alive:
+            if number in (child.numbers or [0]) and child.warm and child.alive and time.monotonic() < end:
                 measure(child, number, children, report, end)
 
 
-def prepare(chosen: list[Child], report: Report, end: float) -> None:
-    """Waits until all of them are warm."""
-    for child in chosen:
-        said = child.until("warm", report, end)
-        report.tell(f"{child.label}: {said.get('failed', 'warm')}")
-        for number in child.numbers if "failed" in said else ():
-            report.row(child.label, SHAPES[number], said)
+def as_they_come(children: list[Child], report: Report, end: float) -> Iterator[Child]:
+    """Each child when it is warm; those that break or are late are reported instead."""
+    pending = list(children)
+    while pending:
+        for child in list(pending):
+            late = time.monotonic() > end
+            said = child.until("warm", report, end if late else time.monotonic() + 0.05, kill=late)
+            if said is None:
+                continue
+            pending.remove(child)
+            report.tell(f"{child.label}: {said.get('failed', 'warm')}")
+            if "failed" not in said:
+                yield child
+            for number in child.numbers if "failed" in said else ():
+                report.row(child.label, SHAPES[number], said)
 
 
 def run(children: list[Child], report: Report, end: float) -> None:
-    """Ours, then peers that compile for long, then everybody again, then those that tune until the deadline."""
+    """Ours and whatever is warm by then, in rounds; then the others as they come, until the deadline."""
     peers = [child for child in children if child.label == DECODE or CASES[child.label].peer]
-    ours = [child for child in children if child not in peers]
-    slow = [child for child in peers if child.slow]
-    quick = [child for child in peers if not child.slow]
-    for group in (ours, quick):
-        prepare(group, report, end)
-        run_round(group, children, report, end)
-    decoders = [child for child in quick if child.label == DECODE]
-    for child in decoders:
-        child.close()
-    for _ in range(ROUNDS - 1):
-        run_round([*ours, *quick][::-1], children, report, end)
-    for child in slow:
-        prepare([child], report, end)
+    ready = list(as_they_come([child for child in children if child not in peers], report, end))
+    ready += [child for child in peers if child.drain(report)]
+    for turn in range(ROUNDS):
+        run_round(ready if turn % 2 == 0 else ready[::-1], children, report, end)
+    for child in as_they_come([child for child in peers if child not in ready], report, end):
         for _ in range(ROUNDS):
             run_round([child], children, report, end)
 

@@ -24,6 +24,7 @@ from benchmarks import gpu_decode
 from benchmarks.gpu_cases import ALLOWED, CASES, OPS, REGIMES, SHAPES, Case, Given, Shape, inputs, judge, slice_of
 
 DECODE = "decode"
+CYCLES_PER_S = 2e9  # of the device's clock, or fewer
 Call = Callable[[Given], Tensor]
 
 
@@ -61,11 +62,34 @@ def errors(case: Case, call: Call, shape: Shape, regime: str) -> dict[str, float
     return {n: float((a.double() - b.double()).norm() / b.double().norm()) for n, (a, b) in pairs.items()}
 
 
-def milliseconds(run: Callable[[], Any], window: float = 50) -> float:
-    """Median over about `window` milliseconds of calls, the cache flushed before each."""
-    from triton.testing import do_bench
+def milliseconds(run: Callable[[], Any], repeats: int = 15) -> float:
+    """Median of the device's time, its cache flushed before each call, the host so far ahead that it never waits."""
+    host = host_seconds(run)
+    cache = torch.empty(2**28, dtype=torch.int8, device="cuda")
+    found = []
+    for _ in range(repeats):
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        cache.zero_()
+        torch.cuda._sleep(int((2 * host + 1e-3) * CYCLES_PER_S))
+        start.record()
+        run()
+        stop.record()
+        stop.synchronize()
+        found.append(start.elapsed_time(stop))
+    return median(found)
 
-    return float(do_bench(run, warmup=10, rep=int(window), return_mode="median"))  # type: ignore[arg-type]
+
+def host_seconds(run: Callable[[], Any], repeats: int = 5) -> float:
+    """Median of what one call takes on the host when the device has nothing to do."""
+    run()
+    found = []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        run()
+        found.append(time.perf_counter() - start)
+    torch.cuda.synchronize()
+    return median(found)
 
 
 def times(case: Case, call: Call, shape: Shape) -> dict[str, float]:
@@ -77,7 +101,7 @@ def times(case: Case, call: Call, shape: Shape) -> dict[str, float]:
         with torch.no_grad():
             call(given)
 
-    found = {"forward_ms": milliseconds(forward), "host_us": host_microseconds(case, call, shape)}
+    found = {"forward_ms": milliseconds(forward), "host_us": 1e6 * host_seconds(forward)}
     if not case.trains:
         return found
     train(call, given, pull)
@@ -90,21 +114,8 @@ def times(case: Case, call: Call, shape: Shape) -> dict[str, float]:
     train(call, given, pull)
     found["peak_mib"] = (torch.cuda.max_memory_allocated() - before) / 2**20
     found["train_ms"] = milliseconds(lambda: train(call, given, pull))
+    found["train_host_us"] = 1e6 * host_seconds(lambda: train(call, given, pull))
     return found
-
-
-def host_microseconds(case: Case, call: Call, shape: Shape, calls: int = 30) -> float:
-    """Of one forward call on two chunks, where the device is idle most of the time."""
-    given = inputs(OPS[case.op], (1, 128, *shape[2:]))
-    with torch.no_grad():
-        call(given)
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(calls):
-            call(given)
-        seconds = time.perf_counter() - start
-    torch.cuda.synchronize()
-    return 1e6 * seconds / calls
 
 
 def first_call(case: Case) -> Call:
