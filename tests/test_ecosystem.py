@@ -70,7 +70,8 @@ def test_a_text_pipeline_answers_a_batch_as_it_does_single_prompts(mixer, tokeni
 @pytest.mark.parametrize("mixer", ["falcon-1", "transformer"])
 def test_compiles_without_graph_breaks(mixer):
     model, ids = build(mixer, num_hidden_layers=1), tokens(2, 9)
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    # Without knowing the length, as it is traced once two lengths were seen.
+    compiled = torch.compile(model, backend="eager", fullgraph=True, dynamic=mixer == "transformer")
     assert_close(compiled(ids, use_cache=False).logits, model(ids).logits, DTYPE)
 
 

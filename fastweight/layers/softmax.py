@@ -74,7 +74,10 @@ class SoftmaxAttention(nn.Module):
         if state is not None:
             k, v = state.update(k, v)
         visible = visibility(mask, cu_seqlens, T, seen, hidden_states.device)
-        o = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, is_causal=visible is None and T > 1)
+        causal = False
+        if visible is None and T > 1:  # a branch: traced with a symbol for T, the comparison itself would be a symbol
+            causal = True
+        o = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, is_causal=causal)
         return self.o_proj(rearrange(o, "b h t d -> b t (h d)")), state if output_state else None
 
     def core_flops(self, context: float) -> float:
