@@ -1,1 +1,1 @@
-"""Trained runs into figures: scores by width, tables, a picture and one honest sentence."""
+"""Trained models into figures: perplexity, tasks of lm-evaluation-harness, addition by width, samples of text."""
