@@ -31,7 +31,7 @@ def bench(context: typer.Context) -> None:
     raise typer.Exit(subprocess.call([sys.executable, "-m", "benchmarks.cpu", *context.args], cwd=checkout))
 
 
-@app.command(epilog="Examples: fastweight info; fastweight info falcon-1.3 --set model.pairing=same-step")
+@app.command(epilog="Example: fastweight info falcon-1.3 --set model.pairing=same-step")
 def info(
     recipe: Annotated[str | None, typer.Argument(help="Recipe name or YAML file; without one, the machine.")] = None,
     mixer: Mixer = None,
