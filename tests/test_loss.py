@@ -1,6 +1,9 @@
 """The chunked loss: equal to plain cross-entropy with its gradients, whatever the chunks; never all logits at once."""
 
 import copy
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -215,6 +218,42 @@ def test_a_compiler_keeps_it_whole(assert_close) -> None:
     assert_close(loss, expected, torch.float32, "state")
     for got, wanted in zip(grads, expected_grads, strict=True):
         assert_close(got, wanted, torch.float32, "gradient")
+
+
+INTERPRETED = """
+import torch
+import torch.nn.functional as F
+from fastweight.kernels.cross_entropy import cross_entropy_rows
+
+for dtype, allowed in ((torch.float32, 2e-6), (torch.bfloat16, 2**-8)):
+    for vocab, width in ((5, 5), (5, 64), (4096, 4096), (5003, 5056)):
+        random = torch.Generator().manual_seed(0)
+        logits = torch.full((6, width), float("nan"), dtype=dtype)  # nobody looks at the padding
+        logits[:, :vocab] = (3 * torch.randn(6, vocab, generator=random)).to(dtype)
+        labels = torch.randint(vocab, (6,), generator=random)
+        labels[2] = -100
+        exact = logits[:, :vocab].double().requires_grad_()
+        losses = F.cross_entropy(exact, labels, reduction="none", ignore_index=-100)
+        losses.sum().backward()
+        kept = logits.clone()
+        read = cross_entropy_rows(logits, labels, vocab, -100, False)
+        assert torch.equal(logits.nan_to_num(7), kept.nan_to_num(7)), "only asked for losses"
+        written = cross_entropy_rows(logits, labels, vocab, -100, True)
+        assert torch.equal(read, written)
+        assert (written.double() - losses.detach()).abs().max() < 2e-6 * losses.max()
+        assert (logits[:, :vocab].double() - exact.grad).abs().max() <= allowed
+        assert not logits[:, vocab:].any()
+        unknown = cross_entropy_rows(kept, torch.full((6,), vocab), vocab, -100, False)
+        assert unknown.isnan().all()
+print("compared")
+"""
+
+
+def test_the_kernel_of_a_gpu_in_the_interpreter() -> None:
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    words = [sys.executable, "-c", INTERPRETED]
+    ended = subprocess.run(words, env=environment, capture_output=True, text=True, check=False, timeout=300)
+    assert "compared" in ended.stdout, ended.stderr[-2000:]
 
 
 @pytest.mark.gpu

@@ -14,11 +14,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastweight.kernels.launch import device_of
+
 BLOCK, WARPS = 4096, 8
 
 
 @triton.jit
-def _rows(logits, labels, losses, width, vocab, ignore, WRITE: tl.constexpr, BLOCK: tl.constexpr):
+def _rows(
+    logits, labels, losses, ignore, width: tl.constexpr, vocab: tl.constexpr, WRITE: tl.constexpr, BLOCK: tl.constexpr
+):
     """One row a program: a pass for the running maximum and sum, and one, if asked, that writes the gradient."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * width
@@ -36,6 +40,7 @@ def _rows(logits, labels, losses, width, vocab, ignore, WRITE: tl.constexpr, BLO
     chosen = tl.load(logits + label, mask=known, other=float("nan")).to(tl.float32)
     tl.store(losses + row, tl.where(counts, log_sum - chosen, 0.0))
     if WRITE:
+        tl.debug_barrier()  # no warp may write over the label's logit before every warp has read it
         for start in range(0, width, BLOCK):
             at = start + column
             x = tl.load(logits + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
@@ -52,8 +57,8 @@ def cross_entropy_rows(logits: Tensor, labels: Tensor, vocab: int, ignore_index:
         labels: [rows], contiguous.
     """
     losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
-    with torch.cuda.device(logits.device):
+    with device_of(logits):
         _rows[(len(logits),)](
-            logits, labels, losses, logits.shape[1], vocab, ignore_index, write, BLOCK, num_warps=WARPS
+            logits, labels, losses, ignore_index, logits.shape[1], vocab, write, BLOCK, num_warps=WARPS
         )
     return losses
