@@ -59,6 +59,7 @@ REGIMES: dict[str, dict[str, float]] = {
     "strong decay": {"gate": 80.0},
     "gain near 2": {"least_beta": 1.9},
     "keys of length 4": {"length": 4.0},
+    "few keys": {"kinds": 8.0},
 }
 
 
@@ -80,9 +81,12 @@ def inputs(op: Op, shape: Shape, regime: str = "usual", seed: int = 0, device: s
         beta = beta / length**2  # a given step must stay below 2 / |k|^2
     scale = how.get("gate", 1.0)
     gate = torch.nn.functional.logsigmoid(draw(B, T, H)) / 16 if op.own_gates else 0.1 * torch.sigmoid(draw(B, T, H))
+    keys = unit(draw(B, T, H, D))
+    if "kinds" in how:  # the same few again and again, as text has them
+        keys = keys[:, torch.randint(int(how["kinds"]), (T,), generator=random, device=device) % T]
     given = {
         "q": unit(draw(B, T, H, D)).bfloat16(),
-        "k": (length * unit(draw(B, T, H, D))).bfloat16(),
+        "k": (length * keys).bfloat16(),
         "v": draw(B, T, H, D).bfloat16(),
         "beta": None if op.rule is LINEAR_ATTENTION else beta,
         "gate": scale * gate,

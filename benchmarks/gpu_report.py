@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.gpu_cases import ALLOWED, CASES, OPS, SHAPES, TARGETS, Shape, Target, cost, floors
+from benchmarks.gpu_cases import ALLOWED, CASES, OPS, REGIMES, SHAPES, TARGETS, Shape, Target, cost, floors
 
 Row = dict[str, Any]
 TIMED = ("forward_ms", "train_ms")
@@ -121,14 +121,15 @@ def _targets(found: dict[str, Any]) -> list[str]:
 
 
 def _accuracy(found: dict[str, Any]) -> list[str]:
+    checked = [row for row in found["rows"] if len(REGIMES.keys() & row.get("errors", {}).keys()) > 1]
+    regimes = [regime for regime in REGIMES if any(regime in row["errors"] for row in checked)]
     rows = []
-    for row in found["rows"]:
-        if len(row.get("errors", {})) > 1:
-            cells = [max(errors.items(), key=lambda item: item[1]) for errors in row["errors"].values()]
+    for row in checked:
+        if all(regime in row["errors"] for regime in regimes):
+            cells = [max(row["errors"][regime].items(), key=lambda item: item[1]) for regime in regimes]
             rows.append([row["op"], *(f"{error:.1e} {name}" for name, error in cells)])
     if not rows:
         return []
-    regimes = next(row["errors"] for row in found["rows"] if len(row.get("errors", {})) > 1)
     text = (
         "Largest relative RMS error of o and all gradients against the float64 recurrence, bfloat16, and whose it is."
     )

@@ -62,6 +62,27 @@ def errors(case: Case, call: Call, shape: Shape, regime: str) -> dict[str, float
     return {n: float((a.double() - b.double()).norm() / b.double().norm()) for n, (a, b) in pairs.items()}
 
 
+def whole(case: Case, call: Call, shape: Shape) -> dict[str, float]:
+    """What the slices cannot show: the last rows of the timed batch against the same rows alone, by relative RMS error.
+
+    A full device runs programs side by side that a slice never does, so races and offsets show here. A batch of one is
+    compared with a second run. Whatever is not finite is infinitely wrong.
+    """
+    op = OPS[case.op]
+    given = inputs(op, shape)
+    rows = slice(-min(2, shape[0]), None)
+    part = {n: None if t is None else t.detach()[rows].clone().requires_grad_() for n, t in given.items()}
+    found = {}
+    pull = torch.randn_like(given["v"])
+    if case.trains:
+        found["o"] = (train(call, given, pull).detach()[rows], train(call, part, pull[rows]).detach())
+        found |= {n: (t.grad[rows], part[n].grad) for n, t in given.items() if t is not None}  # type: ignore[union-attr]
+    else:
+        found["o"] = (call(given).detach()[rows], call(part).detach())
+    sizes = {n: float((a.double() - b.double()).norm() / b.double().norm()) for n, (a, b) in found.items()}
+    return {n: size if size == size else float("inf") for n, size in sizes.items()}
+
+
 def milliseconds(run: Callable[[], Any], repeats: int = 15) -> float:
     """Median of the device's time, its cache flushed before each call, the host so far ahead that it never waits."""
     host = host_seconds(run)
@@ -139,14 +160,15 @@ def warm(case: Case, call: Call, shapes: list[Shape]) -> None:
 
 
 def check(case: Case, call: Call, shape: Shape) -> dict[str, Any]:
-    """Errors in all regimes at the case's first shape, in the usual one at the others, and whether any is too large.
+    """Errors in all regimes at the case's first shape, in the usual one at the others, and of the whole batch.
 
-    A peer is held to the usual regime only; the others are shown beside ours.
+    `wrong` says whether any is too large. A peer is held to the usual regime only; the others are shown beside ours.
     """
     if not case.judged:
         return {}
     regimes = REGIMES if shape == case.shapes()[0] else {"usual": {}}
     found = {regime: errors(case, call, shape, regime) for regime in regimes}
+    found["whole batch"] = whole(case, call, shape)
     strict = {"usual": found["usual"]} if case.peer else found
     torch.cuda.empty_cache()
     return {"errors": found, "wrong": not all(e <= ALLOWED for one in strict.values() for e in one.values())}

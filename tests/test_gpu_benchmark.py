@@ -38,11 +38,23 @@ def test_gate_sees_a_wrong_gradient(on_cpu, monkeypatch):
         return exact("falcon-1")(given | {"beta": given["beta"].detach()}) + 0 * given["beta"].sum()
 
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(gpu_worker, "whole", lambda *_: {"o": 0.0})
     row = gpu_worker.check(Case("falcon-1", "falcon-1", lambda: call, peer=False), call, SHAPES[0])
     assert row["wrong"]
     assert row["errors"]["usual"]["beta"] == pytest.approx(1)
     assert row["errors"]["usual"]["o"] < gpu_cases.ALLOWED
     assert "WRONG" in gpu_report.line({"op": "falcon-1", "shape": SHAPES[0], **row}, RATES)
+
+
+def test_gate_sees_rows_that_depend_on_the_others(on_cpu, monkeypatch):
+    def call(given):
+        return exact("falcon-1a")(given) * (1 + 0.1 * len(given["v"]))
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    case = Case("falcon-1a", "falcon-1a", lambda: call, peer=False)
+    assert max(gpu_worker.whole(case, exact("falcon-1a"), (4, 9, 2, 8)).values()) < 1e-6
+    assert gpu_worker.whole(case, call, (4, 9, 2, 8))["o"] == pytest.approx(1.4 / 1.2 - 1, rel=0.1)
+    assert gpu_worker.whole(case, lambda given: call(given) * float("nan"), (4, 9, 2, 8))["o"] == float("inf")
 
 
 def test_floor_counts_every_tensor_once():
