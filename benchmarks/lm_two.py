@@ -54,6 +54,11 @@ def write_data(directory: Path, vocab_size: int, num_tokens: int) -> None:
     (directory / "meta.json").write_text(json.dumps({"format": 1, "tokenizer": meta, "splits": splits}))
 
 
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
 def worker(arguments: list[str], turn: Path, after: Path) -> None:
     """`fastweight ARGUMENTS`, which waits after step WAIT until `turn` exists and makes `after` when it has trained."""
     from transformers import TrainerCallback
@@ -63,11 +68,11 @@ def worker(arguments: list[str], turn: Path, after: Path) -> None:
     class Turns(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if state.global_step == WAIT:
-                torch.cuda.synchronize()
+                _synchronize()
                 while not turn.exists():
                     time.sleep(0.01)
             if state.global_step == STEPS:
-                torch.cuda.synchronize()
+                _synchronize()
                 after.touch()
 
     build = trainer.build_trainer
