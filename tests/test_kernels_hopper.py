@@ -97,6 +97,7 @@ class TestOnHopper:
         """Fails where the plain kernels would run."""
         if torch.cuda.get_device_capability()[0] != 9:
             pytest.skip("needs a Hopper device")
+        monkeypatch.setenv(launch_hopper.SWITCH, "1")
         monkeypatch.setattr(launch_solve, "PLAIN", None)
 
     @pytest.mark.parametrize("test", ON_HOPPER, ids=name)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from test_kernels import case, check, gpu, kernel, make, outcome, surroundings
 
-from fastweight.kernels import launch, launch_additive, launch_hopper_gradient, launch_solve
+from fastweight.kernels import launch, launch_additive, launch_hopper, launch_hopper_gradient, launch_solve
 
 PLAN = launch.Plan(1e-6, 1e-4, True, False, False, False, False, False)
 
@@ -34,6 +34,15 @@ def test_leaves_the_rest_to_the_plain_kernels(hopper):
     assert not taken(V=192)
     assert not taken(skew=1)
     assert not taken(states=torch.empty(2**25, 1, 64, 64, device="meta"))
+
+
+@pytest.mark.parametrize(("asked", "comes"), [(None, False), ("0", False), ("1", True)])
+def test_taken_only_where_asked_for(monkeypatch, asked, comes):
+    monkeypatch.setattr(launch_hopper, "_can_run", lambda device: True)
+    monkeypatch.delenv(launch_hopper.SWITCH, raising=False)
+    if asked is not None:
+        monkeypatch.setenv(launch_hopper.SWITCH, asked)
+    assert taken() is comes
 
 
 def test_nothing_is_taken_without_a_device():
@@ -70,6 +79,7 @@ class TestOnHopper:
         """Fails where the plain kernels would run."""
         if torch.cuda.get_device_capability()[0] != 9:
             pytest.skip("needs a Hopper device")
+        monkeypatch.setenv(launch_hopper.SWITCH, "1")
         monkeypatch.setattr(launch_solve, "_backward_token", None)
         monkeypatch.setattr(launch_additive, "_backward_token", None)
 
