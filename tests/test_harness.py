@@ -117,6 +117,11 @@ def test_multiple_choice_is_what_the_losses_say(loaded: LanguageModel, data: Pat
     assert (arc.num_samples, arc.num_fewshot) == (10, 0)
 
 
+def test_an_answer_longer_than_the_context_is_refused(loaded: LanguageModel, data: Path) -> None:
+    with pytest.raises(ValueError, match=r"max_length \(--length\): got 2 tokens, expected at least \d+"):
+        run(loaded, data, ["local_arc_challenge"], length=2)
+
+
 def test_perplexities_agree_with_our_own(loaded: LanguageModel, data: Path) -> None:
     scores = run(loaded, data, ["local_wikitext", "local_lambada"], length=LENGTH)
     text = (data / "wikitext2_test.txt").read_text()

@@ -30,3 +30,13 @@ class FastWeightLM(Base):
         kwargs.pop("backend", None)
         super().__init__(pretrained=pretrained, backend="causal", max_length=int(max_length), **kwargs)
         self.tokenizer.split_special_tokens = True
+
+    def _loglikelihood_tokens(self, requests: Any, *args: Any, **kwargs: Any) -> Any:
+        """What the harness computes, after a readable refusal of answers that no context can hold."""
+        longest = max((len(answer) for _text, _context, answer in requests), default=0)
+        if longest > self.max_length:
+            raise ValueError(
+                f"max_length (--length): got {self.max_length} tokens, expected at least {longest}, the longest answer "
+                "of these tasks"
+            )
+        return super()._loglikelihood_tokens(requests, *args, **kwargs)
