@@ -24,6 +24,8 @@ from fastweight.memory.slabs import flat, slabs
 from fastweight.memory.triangular import unit_lower_inverse
 from fastweight.memory.window import Band
 
+LARGEST_PLAIN = 64  # rows of a system that is inverted in the dtype of its inputs
+
 
 class Sliding(torch.autograd.Function):
     """(q, x, y, gain, log_decay, S) in chunk layout [n, N, ...] -> (o, last S). See the module for the equations."""
@@ -102,13 +104,20 @@ def _maps(
     couples = couples.repeat_interleave(R, dim=1).repeat_interleave(R, dim=2)
     gram = window.columns(window.rows(torch.bmm(X, X.mT)))
     if T is None:
-        T = unit_lower_inverse((gram * couples).mul_(gain.mT))
+        T = _inverse((gram * couples).mul_(gain.mT))
     B = torch.cat((window.fold_columns(T), window.fold_columns(T * residual.mT).neg_()), dim=-1)
     reads = decay.reads.repeat_interleave(R, dim=2)
     A = torch.bmm((window.columns(torch.bmm(Q, X.mT)) * reads).mul_(gain.mT), B)
     D = window.fold(B * (gain * rest))
     total = decay.total.view(-1, 1, 1)
     return _Maps(T, B, A, D, reads, couples, gram, decay.read[..., None], gain, residual, rest, total)
+
+
+def _inverse(L: Float[Tensor, "M CR CR"]) -> Float[Tensor, "M CR CR"]:
+    """(I + L)^-1; of a system larger than the default chunk's in float64, where the errors of long sums would show."""
+    if L.shape[-1] <= LARGEST_PLAIN:
+        return unit_lower_inverse(L)
+    return unit_lower_inverse(L.double()).to(L.dtype)
 
 
 def _scan(X: Tensor, Y: Tensor, maps: _Maps, S: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
