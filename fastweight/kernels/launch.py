@@ -149,10 +149,10 @@ class Walk(NamedTuple):
         return torch.exp2(reduce(total, "n h (s c) -> n s h 1 1", "sum", s=self.segments))
 
 
-def chain(maps: Tensor, local: Tensor, outside: Tensor | None, reverse: bool) -> Tensor:
-    """States [N segments, ...] that segments start from (end at, in reverse), from their maps and what each adds.
+def chain(decays: Tensor, local: Tensor, outside: Tensor | None, reverse: bool) -> Tensor:
+    """States [N segments, ...] that segments start from (end at, in reverse), from what each leaves and what it adds.
 
-    In float64: it costs little, and no setting of the matrix product's precision can touch it.
+    Of the classes that subtract nothing: a segment multiplies by its decays [N, segments, H, 1, 1 or V], in float64.
     """
     order = list(range(local.shape[1]))
     if reverse:
@@ -161,9 +161,7 @@ def chain(maps: Tensor, local: Tensor, outside: Tensor | None, reverse: bool) ->
     found: dict[int, Tensor] = {}
     for s in order:
         found[s] = state.float()
-        held = state.double()
-        held = maps[:, s] * held if maps.shape[-2] == 1 else maps[:, s].double() @ held
-        state = held + local[:, s]
+        state = decays[:, s] * state.double() + local[:, s]
     return torch.stack([found[s] for s in range(local.shape[1])], dim=1).flatten(0, 1)
 
 
@@ -216,11 +214,11 @@ class Gradients:
         return d_q, d_k, self.v, beta, lam, state0, key0
 
 
-def reverse_in_pieces(reverse: Any, walk: Walk, maps: Tensor, d_state1: Tensor | None, out: Gradients) -> None:
+def reverse_in_pieces(reverse: Any, walk: Walk, decays: Tensor, d_state1: Tensor | None, out: Gradients) -> None:
     """The reverse walk twice: from nothing, for what each segment adds, then from the true gradients at their ends."""
     local = out.nothing.new_empty(walk.where.sequences * walk.segments, *out.states.shape[1:])
     reverse(None, local)
-    ends = chain(maps, walk.pieces(local), d_state1, reverse=True)
+    ends = chain(decays, walk.pieces(local), d_state1, reverse=True)
     reverse(ends, local)
     if out.state0 is not None:
         out.state0 = walk.pieces(local)[:, 0].contiguous()
