@@ -1,15 +1,25 @@
 """Addition: train and evaluate models of the addition task, and the demo."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from fastweight.cli.shared import Mixer, Overrides, RunDirs, app, console, eval_app, need, speaks, train_app
-
-if TYPE_CHECKING:
-    from fastweight.recipes import Run
+from fastweight.cli.shared import (
+    Mixer,
+    Overrides,
+    RunDirs,
+    app,
+    console,
+    eval_app,
+    named_mixer,
+    need,
+    run_directory,
+    speaks,
+    train_and_tell,
+    train_app,
+)
 
 
 @train_app.command("addition", epilog="Example: fastweight train addition --recipe addition-tiny --mixer falcon-3a")
@@ -25,9 +35,8 @@ def train_addition(
     """Train on variable-digit addition; started again, it goes on from the last complete checkpoint."""
     from fastweight.recipes import load_recipe
 
-    run = load_recipe(recipe, [*([f"model.mixer={mixer}"] if mixer else []), *(overrides or [])])
-    run_dir = out or Path("runs") / run.name / (mixer or str(run.model.get("mixer", "default")))
-    checkpoint = _train(run, run_dir, allow_changes, console())
+    run = load_recipe(recipe, [*named_mixer(mixer), *(overrides or [])])
+    checkpoint = train_and_tell(run, run_directory(run, mixer, out), console(), allow_changes=allow_changes)
     if speaks():
         print(checkpoint)
 
@@ -62,21 +71,10 @@ def demo(
     torch.set_num_threads(1)  # enough for models this small, and no slower where the cores are shared
     told, run_dirs = console(), []
     for mixer in ("falcon-3a", "transformer"):
-        run = load_recipe("addition-tiny", [f"model.mixer={mixer}", "training.device=cpu", *(overrides or [])])
+        run = load_recipe("addition-tiny", [*named_mixer(mixer), "training.device=cpu", *(overrides or [])])
         run_dirs.append(out / mixer)
-        _train(run, run_dirs[-1], False, told)
+        train_and_tell(run, run_dirs[-1], told)
     _evaluate_addition(run_dirs, out, None, None, True)
-
-
-def _train(run: "Run", run_dir: Path, allow_changes: bool, console: Console) -> Path:
-    need("accelerate", "training")
-    from fastweight.training import train
-
-    try:
-        return train(run, run_dir, allow_changes=allow_changes, console=console)
-    except KeyboardInterrupt:
-        console.print("Stopped. The same command goes on from the last complete checkpoint.")
-        raise typer.Exit(130) from None
 
 
 def _evaluate_addition(

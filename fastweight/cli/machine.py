@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fastweight.cli.shared import Mixer, Overrides, app
+from fastweight.cli.shared import Mixer, Overrides, app, named_mixer
 
 if TYPE_CHECKING:
     from fastweight.recipes import Run
@@ -42,7 +42,7 @@ def info(
     Costs are parameters, the bytes that one sequence carries, and FLOP per token; they are counted, not measured.
     """
     if recipe is not None:
-        _describe(recipe, [*([f"model.mixer={mixer}"] if mixer else []), *(overrides or [])])
+        _describe(recipe, [*named_mixer(mixer), *(overrides or [])])
     elif mixer or overrides:
         raise ValueError("info: got --mixer or --set without a recipe, expected a recipe to change")
     else:
@@ -55,7 +55,7 @@ def _describe(recipe: str, overrides: list[str]) -> None:
 
     from fastweight.models.cost import flops_per_token, meta_model, num_parameters, state_bytes
     from fastweight.recipes import load_recipe, to_dict
-    from fastweight.training.model import config_of
+    from fastweight.training.model import config_of, setting_names
 
     run = load_recipe(recipe, overrides)
     config, length = config_of(run), _longest_sequence(run)
@@ -70,8 +70,7 @@ def _describe(recipe: str, overrides: list[str]) -> None:
     print(f"state        {held:,} bytes a sequence after {length:,} tokens{growth}")
     print(f"training     {flops_per_token(config, length):.4g} FLOP per token in sequences of {length:,}")
     print(f"decoding     {flops_per_token(config, length, training=False):.4g} FLOP per token after {length:,}\n")
-    names = [name for name in vars(type(config))["__annotations__"] if not name.startswith("_")]
-    whole = to_dict(run) | {"model": {name: getattr(config, name) for name in names}}
+    whole = to_dict(run) | {"model": {name: getattr(config, name) for name in setting_names()}}
     print(yaml.safe_dump(whole, sort_keys=False), end="")
 
 

@@ -6,10 +6,13 @@ Trap: `fastweight --help` must answer soon, so torch and transformers are import
 import importlib.util
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+
+if TYPE_CHECKING:
+    from fastweight.recipes import Run
 
 app = typer.Typer(
     help="Fast-weight attention: train, evaluate, generate.",
@@ -43,3 +46,27 @@ def need(package: str, what: str, extra: str = "train") -> None:
     """End with one line when a package of an extra is missing."""
     if importlib.util.find_spec(package) is None:
         raise ValueError(f'{what} needs {package}, which is not installed: pip install "fastweight[{extra}]"')
+
+
+def named_mixer(mixer: str | None) -> list[str]:
+    """`--mixer` as the override that it stands for."""
+    return [] if mixer is None else [f"model.mixer={mixer}"]
+
+
+def run_directory(run: "Run", mixer: str | None, out: Path | None) -> Path:
+    """Where a run goes unless `--out` says otherwise: runs/RECIPE/MIXER."""
+    return out or Path("runs") / run.name / (mixer or str(run.model.get("mixer", "default")))
+
+
+def train_and_tell(
+    run: "Run", run_dir: Path, told: Console, *, max_steps: int | None = None, allow_changes: bool = False
+) -> Path:
+    """Train; an interruption ends the command with a line that says how to go on."""
+    need("accelerate", "training")
+    from fastweight.training import train
+
+    try:
+        return train(run, run_dir, max_steps=max_steps, allow_changes=allow_changes, console=told)
+    except KeyboardInterrupt:
+        told.print("Stopped. The same command goes on from the last complete checkpoint.")
+        raise typer.Exit(130) from None

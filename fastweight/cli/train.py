@@ -5,7 +5,16 @@ from typing import Annotated, Literal
 
 import typer
 
-from fastweight.cli.shared import Mixer, Overrides, console, need, speaks, train_app
+from fastweight.cli.shared import (
+    Mixer,
+    Overrides,
+    console,
+    named_mixer,
+    run_directory,
+    speaks,
+    train_and_tell,
+    train_app,
+)
 
 
 @train_app.command("lm", epilog="Example: fastweight train lm --recipe lm-tiny --data data/mine --mixer falcon-1")
@@ -32,21 +41,15 @@ def train_lm(
     Several GPUs or machines: torchrun --nproc-per-node 8 -m fastweight train lm ...; --set engine.parallel=fsdp2 shards
     parameters and optimizer.
     """
-    need("accelerate", "training")
     from fastweight.recipes import TextTask, load_recipe
-    from fastweight.training import train
 
-    own = {"model.mixer": mixer, "task.data": None if data is None else str(data), "engine.report": report}
+    own = {"task.data": None if data is None else str(data), "engine.report": report}
     named = [f"{key}={value}" for key, value in own.items() if value is not None]
-    run = load_recipe(recipe, [*named, *(overrides or [])])
+    run = load_recipe(recipe, [*named_mixer(mixer), *named, *(overrides or [])])
     if not isinstance(run.task, TextTask):
         raise ValueError(f"recipe: got {recipe!r}, a recipe of the {run.task.kind} task, expected one of kind text")
-    run_dir = out or Path("runs") / run.name / (mixer or str(run.model.get("mixer", "default")))
-    told = console()
-    try:
-        checkpoint = train(run, run_dir, max_steps=max_steps, allow_changes=allow_changes, console=told)
-    except KeyboardInterrupt:
-        told.print("Stopped. The same command goes on from the last complete checkpoint.")
-        raise typer.Exit(130) from None
+    checkpoint = train_and_tell(
+        run, run_directory(run, mixer, out), console(), max_steps=max_steps, allow_changes=allow_changes
+    )
     if speaks():
         print(checkpoint)

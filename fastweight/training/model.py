@@ -14,6 +14,11 @@ from fastweight.recipes import AdditionTask, Run
 from fastweight.tasks.addition import VOCAB_SIZE
 
 
+def setting_names() -> list[str]:
+    """What a recipe may set of a model: the fields that FastWeightConfig declares itself."""
+    return [name for name in vars(FastWeightConfig)["__annotations__"] if not name.startswith("_")]
+
+
 def config_of(run: Run, vocab_size: int | None = None, end_of_text: int | None = None) -> FastWeightConfig:
     """The model configuration of a run.
 
@@ -29,7 +34,7 @@ def config_of(run: Run, vocab_size: int | None = None, end_of_text: int | None =
     if end_of_text is not None:
         given |= {"eos_token_id": end_of_text, "bos_token_id": end_of_text, "pad_token_id": end_of_text}
     settings: dict[str, Any] = given | run.model
-    known = [name for name in vars(FastWeightConfig)["__annotations__"] if not name.startswith("_")]
+    known = setting_names()
     for name in settings:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
