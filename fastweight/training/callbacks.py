@@ -11,7 +11,6 @@ its averages by default; here it ends the run with an error instead.
 
 import json
 import math
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +21,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers import TrainerCallback
 
+from fastweight.files import write_text
 from fastweight.recipes.rundir import mark_complete
 from fastweight.training.throughput import Meter, in_words
 
@@ -178,6 +178,4 @@ def keep_until(path: Path, step: int) -> None:
                 kept.append(line)
         except (ValueError, KeyError, TypeError):
             continue
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
-    os.replace(partial, path)
+    write_text(path, "".join(line + "\n" for line in kept))
