@@ -126,15 +126,10 @@ def perplexity(
         raise ValueError(f"length: got {length}, expected at least 1")
     if not 1 <= stride <= length:
         raise ValueError(f"stride: got {stride}, expected 1 to the length {length}")
-    total, done = sum(len(document.ids) for document in documents), 0
+    total = sum(len(document.ids) for document in documents)
     if total == 0:
         raise ValueError(f"documents: got {len(documents)} without a token, expected text")
-
-    def count(tokens: int) -> None:
-        nonlocal done
-        done += tokens
-        progress(done, total)
-
+    count = _counting(progress, total)
     pieces = (piece for d in documents for piece in rolling(d.ids, end_of_text, length, stride))
     losses, counts = np.zeros(length), np.zeros(length, np.int64)
     for piece, piece_losses, _ in score(model, pieces, batch_size=batch_size, progress=count):
@@ -157,17 +152,23 @@ def last_word(
     if not endings:
         raise ValueError("endings: got none, expected at least one text")
     pieces = [Piece(ending.ids[-(length + 1) :], ending.num_scored) for ending in endings]
-    total, done = sum(piece.num_scored for piece in pieces), 0
+    count = _counting(progress, sum(piece.num_scored for piece in pieces))
+    scored = list(score(model, pieces, batch_size=batch_size, progress=count))
+    accuracy = sum(bool(s.likeliest.all()) for s in scored) / len(scored)
+    error = sqrt(accuracy * (1 - accuracy) / max(len(scored) - 1, 1))
+    return LastWord(len(scored), accuracy, error, _exp(sum(s.losses.sum() for s in scored) / len(scored)))
+
+
+def _counting(progress: Progress, total: int) -> Callable[[int], None]:
+    """From tokens of a batch to calls of `progress` with all of them so far."""
+    done = 0
 
     def count(tokens: int) -> None:
         nonlocal done
         done += tokens
         progress(done, total)
 
-    scored = list(score(model, pieces, batch_size=batch_size, progress=count))
-    accuracy = sum(bool(s.likeliest.all()) for s in scored) / len(scored)
-    error = sqrt(accuracy * (1 - accuracy) / max(len(scored) - 1, 1))
-    return LastWord(len(scored), accuracy, error, _exp(sum(s.losses.sum() for s in scored) / len(scored)))
+    return count
 
 
 def as_document(tokenizer: Tokenizer, text: str) -> Document:

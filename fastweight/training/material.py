@@ -82,7 +82,7 @@ def text(run: Run, task: TextTask) -> Material:
     tokenizer = load_tokenizer(Path(task.data) / "tokenizer")
     return Material(
         train=InOrder(windows, settings.steps * settings.batch_size),
-        collate=stack if task.packing == "contiguous" else pack,
+        collate=_collate_of(task),
         items=micro_batch,
         validate=_no_figures if settings.validate_every == 0 else _mean_loss(task, micro_batch),
         vocab_size=tokenizer.vocab_size,
@@ -132,6 +132,10 @@ def pack(items: Sequence[Batch]) -> Batch:
     return rows | {"cu_seq_lens_q": bounds}
 
 
+def _collate_of(task: TextTask) -> Callable[[Sequence[Batch]], Batch]:
+    return stack if task.packing == "contiguous" else pack
+
+
 def _only_item(items: list[Batch]) -> Batch:
     (item,) = items
     return item
@@ -161,7 +165,7 @@ def _mean_loss(task: TextTask, micro_batch: int) -> Callable[[Any], dict[str, fl
     assert task.data is not None, "checked by the caller"
     shards = open_shards(task.data, "validation")
     windows = Windows(shards, task.sequence_length, packing=task.packing, shuffle=False)
-    collate = stack if task.packing == "contiguous" else pack
+    collate = _collate_of(task)
     count = min(task.validation_sequences, len(windows))
 
     def validate(model: Any) -> dict[str, float]:
