@@ -1,5 +1,10 @@
 """The Hopper kernels of the regression class: which calls they take (anywhere), what they compute (on Hopper)."""
 
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from test_kernels import case, check, gpu
@@ -71,6 +76,25 @@ def test_nothing_is_taken_without_a_device():
     assert not launch_hopper.fits(given(), None)
 
 
+BARRIERS = {"new_barrier", "rings_of", "MBarrierLayout"}  # calls that allocate barriers in shared memory
+GLUON = sorted(Path(launch_hopper.__file__).parent.glob("hopper_*.py"))
+
+
+def called(node: ast.AST) -> set[str]:
+    calls = [call.func for call in ast.walk(node) if isinstance(call, ast.Call)]
+    return {call.attr if isinstance(call, ast.Attribute) else getattr(call, "id", "") for call in calls}
+
+
+@pytest.mark.parametrize("path", GLUON, ids=lambda path: path.stem)
+def test_barriers_outlive_all_data(path):
+    """Memory of a barrier that is lent to data is overwritten with the barrier's state when processes take turns."""
+    functions = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)]
+    for kernel in functions:
+        if called(kernel) & BARRIERS and kernel.name not in BARRIERS:
+            assert called(kernel.body[-1]) <= {"_keep_alive", "keep_barriers"}, kernel.name
+    assert len(GLUON) >= 6
+
+
 ON_HOPPER = [
     case("falcon-1", shape=(2, 130, 2, 2, 128, 128)),
     case("falcon-1", shape=(2, 64, 2, 2, 64, 64), state=True),
@@ -97,7 +121,7 @@ class TestOnHopper:
         """Fails where the plain kernels would run."""
         if torch.cuda.get_device_capability()[0] != 9:
             pytest.skip("needs a Hopper device")
-        monkeypatch.setenv(launch_hopper.SWITCH, "1")
+        monkeypatch.delenv(launch_hopper.SWITCH, raising=False)
         monkeypatch.setattr(launch_solve, "PLAIN", None)
 
     @pytest.mark.parametrize("test", ON_HOPPER, ids=name)
@@ -114,6 +138,16 @@ class TestOnHopper:
         monkeypatch.setattr(launch_hopper, "walk_of", lambda where, _: launch.Walk(where, 3, -(-where.chunks // 3)))
         check(case(rule, shape=shape, state=True, ridge=0.3), torch.bfloat16, "cuda")
 
+    def test_processes_that_take_turns(self):
+        """Several processes on one device: the driver stops kernels in their middle and goes on with them later."""
+        started = [
+            subprocess.Popen([sys.executable, __file__], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            for _ in range(4)
+        ]
+        for process in started:
+            said = process.communicate(timeout=240)[0]
+            assert process.returncode == 0, said
+
     def test_inverse_where_keys_repeat(self):
         """Every row is coupled to every earlier one; only bfloat16 rounds what comes out."""
         random = torch.Generator("cuda").manual_seed(0)
@@ -127,3 +161,30 @@ class TestOnHopper:
             coupling = torch.tril((key.double() @ key.double()) * gains.expand(64, 64), -1)
             expected = torch.linalg.inv(torch.eye(64, device="cuda", dtype=torch.float64) + coupling).tril(-1)
             assert (inverse[chunk, 0].double() - expected).norm() <= 4e-3 * expected.norm()
+
+
+def repeat(seconds: float = 8.0) -> None:
+    """Forward and backward again and again without waiting, for some seconds; raises if a result ever changes."""
+    import time
+
+    from fastweight import fast_weight_attention
+
+    random = torch.Generator("cuda").manual_seed(0)
+    q, k, v = (torch.randn(32, 1024, 6, 128, device="cuda", generator=random).bfloat16() for _ in range(3))
+    beta, lam = (torch.rand(32, 1024, 6, device="cuda", generator=random) for _ in range(2))
+    inputs = [tensor.requires_grad_() for tensor in (q, k / k.float().norm(dim=-1, keepdim=True).to(k), v, beta, lam)]
+
+    def outcome() -> list[torch.Tensor]:
+        o = fast_weight_attention(*inputs, "falcon-1", backend="triton")[0]
+        return [o, *torch.autograd.grad(o, inputs, v)]
+
+    first, end, changed = outcome(), time.monotonic() + seconds, torch.zeros((), device="cuda", dtype=torch.bool)
+    while time.monotonic() < end:
+        for _ in range(20):
+            for one, other in zip(first, outcome(), strict=True):
+                changed |= (one != other).any()
+        assert not changed.item(), "a result changed from one call to the next"
+
+
+if __name__ == "__main__":
+    repeat()

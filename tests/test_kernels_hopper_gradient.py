@@ -36,8 +36,8 @@ def test_leaves_the_rest_to_the_plain_kernels(hopper):
     assert not taken(states=torch.empty(2**25, 1, 64, 64, device="meta"))
 
 
-@pytest.mark.parametrize(("asked", "comes"), [(None, False), ("0", False), ("1", True)])
-def test_taken_only_where_asked_for(monkeypatch, asked, comes):
+@pytest.mark.parametrize(("asked", "comes"), [(None, True), ("0", False), ("1", True)])
+def test_taken_unless_switched_off(monkeypatch, asked, comes):
     monkeypatch.setattr(launch_hopper, "_can_run", lambda device: True)
     monkeypatch.delenv(launch_hopper.SWITCH, raising=False)
     if asked is not None:
@@ -79,7 +79,7 @@ class TestOnHopper:
         """Fails where the plain kernels would run."""
         if torch.cuda.get_device_capability()[0] != 9:
             pytest.skip("needs a Hopper device")
-        monkeypatch.setenv(launch_hopper.SWITCH, "1")
+        monkeypatch.delenv(launch_hopper.SWITCH, raising=False)
         monkeypatch.setattr(launch_solve, "_backward_token", None)
         monkeypatch.setattr(launch_additive, "_backward_token", None)
 

@@ -290,3 +290,4 @@ def backward_token(
                        live & (i < 0), H, K)  # fmt: skip
         if HALVES == 2:
             d_x = other_d_x.to(gl.float32)
+    landed._keep_alive()

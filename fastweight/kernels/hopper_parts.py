@@ -108,6 +108,7 @@ def copy_states(s_states, states, d_states, row, landed):
 
 @gluon.jit
 def new_barrier():
+    """A barrier for copies of states. Its memory must not be lent to data: keep it alive to the kernel's end."""
     landed = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(landed, count=1)
     fence_async_shared()

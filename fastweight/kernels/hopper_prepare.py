@@ -4,8 +4,9 @@ What gates.steps and solve.invert compute, from one read of the keys, for bfloat
 Gram matrix of a chunk comes out of the matrix units, energies are its diagonal. Blocks of 16 rows are inverted by
 substitution in float32, one column a thread, and merged to 32 and 64 by products with tf32 operands.
 
-Trap: only block formulas merge. A power series of the whole takes fewer products, but where keys repeat its terms
-outgrow their sum by orders of magnitude.
+Traps: only block formulas merge. A power series of the whole takes fewer products, but where keys repeat its terms
+outgrow their sum by orders of magnitude. And the barrier keeps its memory to the end: where it was lent to a tile, a
+context switch put the barrier's own state back over the numbers.
 """
 
 # pyright: basic, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
@@ -228,3 +229,4 @@ def prepare(
             result = gl.where(i2 > j2, tile.slice(half * 64, 64, 0).load(out), 0.0)  # the diagonal is 1
             slot = (n * chunks + c + half).to(gl.int64) * H + h
             gl.store(inverse + slot * 4096 + i2 * 64 + j2, result.to(dtype))
+    bar._keep_alive()

@@ -35,6 +35,7 @@ from fastweight.kernels.hopper_walk import (
     KEPT,
     READ,
     fetch,
+    keep_barriers,
     keep_rates,
     load_rates,
     rates_of,
@@ -151,6 +152,7 @@ def forward(
     tma.store_wait(0)
     if state1 is not None:
         gl.store(state1 + state_at, S)
+    keep_barriers(bars)
 
 
 @gluon.jit(do_not_specialize=["length", "chunks", "tokens", "segments", "per_segment"])
@@ -231,6 +233,7 @@ def advance(
             gl.store(local + state_offsets(seg, h, block, H, K, V, wide), S)
     if is_map:
         gl.store(maps + state_offsets(seg, h, block - value_blocks, H, K, K, wide), S)
+    keep_barriers(bars)
 
 
 @gluon.jit(do_not_specialize=["length", "chunks", "tokens", "segments", "per_segment"])
@@ -334,3 +337,4 @@ def backward_state(
     tma.store_wait(0)
     if d_state0 is not None:
         gl.store(d_state0 + state_at, dS)
+    keep_barriers(bars)

@@ -256,3 +256,4 @@ def backward_token(
         if HALVES == 2:
             d_x = other_d_x.to(gl.float32)
     s_scores._keep_alive()
+    landed._keep_alive()

@@ -42,6 +42,13 @@ def rings_of(descs, STAGES: gl.constexpr):
 
 
 @gluon.jit
+def keep_barriers(bars):
+    """Last of a kernel: their memory is never lent to data, over which a context switch would put their state back."""
+    for t in gl.static_range(len(bars)):
+        bars[t]._keep_alive()
+
+
+@gluon.jit
 def fetch(descs, rings, bars, stage, coords, wanted):
     """Starts the copy of one chunk's tiles. Barriers apart, so that only one thread barrier comes between."""
     for t in gl.static_range(len(descs)):
