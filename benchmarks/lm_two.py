@@ -60,7 +60,8 @@ def _synchronize() -> None:
 
 
 def worker(arguments: list[str], turn: Path, after: Path) -> None:
-    """`fastweight ARGUMENTS`, which waits after step WAIT until `turn` exists and makes `after` when it has trained."""
+    """`fastweight ARGUMENTS`, which after step WAIT says so beside `after` and waits until `turn` exists; when it has
+    trained it makes `after`."""
     from transformers import TrainerCallback
 
     from fastweight.training import trainer
@@ -69,6 +70,7 @@ def worker(arguments: list[str], turn: Path, after: Path) -> None:
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if state.global_step == WAIT:
                 _synchronize()
+                after.with_suffix(".ready").touch()
                 while not turn.exists():
                     time.sleep(0.01)
             if state.global_step == STEPS:
@@ -148,7 +150,6 @@ def main(arguments: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         work, running, after = Path(folder), [], "begin"
         write_data(work / "data", 50_257, STEPS * batch * 1024 + 8192)
-        (work / after).touch()
         for place, (name, gpus, parallel) in enumerate(order):
             how = {"parallel": parallel, "compile": str(chosen.compile).lower(), "after": after}
             how["port"] = str(29_500 + place)
@@ -159,6 +160,8 @@ def main(arguments: list[str] | None = None) -> None:
             for (name, _, _), process in zip(order, running, strict=True):
                 if process.poll():  # a failed run must not keep the others waiting
                     (work / f"{name}.done").touch()
+            if all((work / f"{name}.ready").exists() or (work / f"{name}.done").exists() for name, _, _ in order):
+                (work / "begin").touch()  # nobody else starts up beside the first that is timed
         for process in running:
             process.terminate()
         runs = [

@@ -175,7 +175,7 @@ def repeat(seconds: float = 8.0) -> None:
     inputs = [tensor.requires_grad_() for tensor in (q, k / k.float().norm(dim=-1, keepdim=True).to(k), v, beta, lam)]
 
     def outcome() -> list[torch.Tensor]:
-        o = fast_weight_attention(*inputs, "falcon-1", backend="triton")[0]
+        o = fast_weight_attention(*inputs, rule="falcon-1", backend="triton")[0]
         return [o, *torch.autograd.grad(o, inputs, v)]
 
     first, end, changed = outcome(), time.monotonic() + seconds, torch.zeros((), device="cuda", dtype=torch.bool)
