@@ -144,9 +144,8 @@ class TestOnHopper:
             subprocess.Popen([sys.executable, __file__], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
             for _ in range(4)
         ]
-        for process in started:
-            said = process.communicate(timeout=240)[0]
-            assert process.returncode == 0, said
+        said = [process.communicate(timeout=240)[0] for process in started]
+        assert [process.returncode for process in started] == [0] * 4, "\n".join(said)
 
     def test_inverse_where_keys_repeat(self):
         """Every row is coupled to every earlier one; only bfloat16 rounds what comes out."""
