@@ -62,6 +62,7 @@ def test_the_commands_are_these() -> None:
         "eval ppl",
         "generate",
         "info",
+        "lab",
         "prepare",
         "train addition",
         "train lm",

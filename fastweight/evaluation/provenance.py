@@ -1,0 +1,30 @@
+"""Where and by what a result was made: command, device, versions, commit, date; plain text for JSON and tables."""
+
+import platform
+import subprocess
+import time
+from pathlib import Path
+
+import torch
+
+
+def made_by(command: str) -> dict[str, str]:
+    """What stands beside every result; the commit is "unknown" outside a checkout."""
+    devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {
+        "command": command,
+        "device": ", ".join(devices) or f"CPU ({platform.machine()}), {torch.get_num_threads()} threads",
+        "torch": torch.__version__,
+        "commit": commit(),
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+    }
+
+
+def commit() -> str:
+    """The short commit of the checkout that this package runs from."""
+    folder = Path(__file__).resolve().parents[2]
+    try:
+        asked = ["git", "-C", str(folder), "rev-parse", "--short", "HEAD"]
+        return subprocess.run(asked, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
