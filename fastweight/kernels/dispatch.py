@@ -85,8 +85,6 @@ def _rule_reason(rule: Any, log_decay: Tensor | None, mask: Tensor | None) -> st
         return "no kernel for the normalised read"
     if rule.window == 1:
         return None
-    if rule.objective != "inner-product":
-        return "no kernel for regression over a window yet"
     if rule.window > LONGEST_WINDOW:
         return f"no kernel for windows above {LONGEST_WINDOW}"
     if mask is not None or log_decay is not None:
@@ -164,6 +162,7 @@ def scan(
     mask: Bool[Tensor, "B T"] | None = None,
     cu_seqlens: Int[Tensor, " N+1"] | None = None,
     tail: tuple[Tensor, Tensor, Tensor] | None = None,
+    checked: bool = False,
 ) -> tuple[Float[Tensor, "B T H V"], Float[Tensor, "N H K V"]]:
     """o in v's dtype and the final S in float32 (SPEC sections 2 to 6), differentiable in every floating input.
 
@@ -172,13 +171,13 @@ def scan(
         log_decay: natural log of the carry; then beta is the step itself and lam must be None.
         S, key, has_key: parts of the initial State; None is zero, and no key.
         tail: its tail_x, tail_y and tail_count, for a window that goes on (then with key and has_key).
+        checked: whether `supported` was asked about this very call and had no objection.
 
     Raises:
         ValueError: with the reason, if the call is not supported.
     """
-    reason = supported(
-        q, k, v, beta, lam, rule, log_decay=log_decay, S=S, mask=mask, cu_seqlens=cu_seqlens
-    )  # fmt: skip
+    around = {"log_decay": log_decay, "S": S, "key": key, "mask": mask, "cu_seqlens": cu_seqlens}
+    reason = None if checked else supported(q, k, v, beta, lam, rule, **around)
     if reason is not None:
         raise ValueError(f"backend: got 'triton', expected a call that the kernels support: {reason}")
     from fastweight.kernels import op

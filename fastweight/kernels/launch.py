@@ -96,7 +96,8 @@ def token_tile(K: int, V: int, dtype: torch.dtype) -> Tile:
 
 def device_of(tensor: Tensor):
     """Triton launches on the current device, which need not be the tensor's."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
+    here = not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device()
+    return contextlib.nullcontext() if here else torch.cuda.device(tensor.device)
 
 
 def precision(dtype: torch.dtype) -> str:
@@ -210,7 +211,7 @@ class Gradients:
             assert self.given.key0 is not None
             d_key0 = reduce(d_key0, "n (h g) k -> n h k", "sum", h=groups).to(self.given.key0.dtype)
         optional = (self.beta, self.lam, self.state0, d_key0)
-        beta, lam, state0, key0 = (self.nothing.clone() if tensor is None else tensor for tensor in optional)
+        beta, lam, state0, key0 = (self.nothing.new_empty(0) if tensor is None else tensor for tensor in optional)
         return d_q, d_k, self.v, beta, lam, state0, key0
 
 

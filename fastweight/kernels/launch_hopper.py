@@ -6,7 +6,7 @@ FASTWEIGHT_HOPPER=0 leaves every call to the plain kernels, to tell the two apar
 
 import importlib.util
 import os
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -59,25 +59,41 @@ def _layout(rank: int) -> Any:
 
 def descriptor(tensor: Tensor, shape: list[int], strides: list[int], block: list[int]) -> Any:
     """A TMA descriptor without its constructor, whose checks take longer than all else here and cannot fail."""
+    return _described(tensor, _template(tuple(shape), tuple(strides), tuple(block)))
+
+
+@lru_cache(1024)
+def _template(shape: tuple[int, ...], strides: tuple[int, ...], block: tuple[int, ...]) -> tuple[Any, dict[str, Any]]:
+    """The class of descriptors, and all fields but the tensor; nobody writes to them."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    made = object.__new__(TensorDescriptor)
-    made.base, made.shape, made.strides, made.block_shape = tensor, shape, strides, block
-    made.layout, made.padding = _layout(len(block)), "zero"
+    layout = _layout(len(block))
+    fields = {"shape": list(shape), "strides": list(strides), "block_shape": list(block), "layout": layout}
+    return TensorDescriptor, fields | {"padding": "zero"}
+
+
+def _described(tensor: Tensor, template: tuple[Any, dict[str, Any]]) -> Any:
+    made = object.__new__(template[0])
+    made.__dict__.update(template[1], base=tensor)
     return made
 
 
 def tiles(tensor: Tensor, width: int, rows: int = 64) -> Any:
     """Descriptor of `rows` tokens by `width` columns of [B, T, heads, columns]; past either end of T it reads zeros."""
-    B, T, heads, columns = tensor.shape
+    return _described(tensor, _tiles(tensor.shape, width, rows))
+
+
+@lru_cache(1024)
+def _tiles(size: torch.Size, width: int, rows: int) -> tuple[Any, dict[str, Any]]:
+    B, T, heads, columns = size
     row = heads * columns
-    return descriptor(tensor, [B, T, row], [T * row, row, 1], [1, rows, width])
+    return _template((B, T, row), (T * row, row, 1), (1, rows, width))
 
 
 def blocks(tensor: Tensor, rows: int) -> Any:
     """Descriptor of `rows` by 64 of a tensor [..., columns]."""
     columns = tensor.shape[-1]
-    return descriptor(tensor, [tensor.numel() // columns, columns], [columns, 1], [rows, 64])
+    return _described(tensor, _template((tensor.numel() // columns, columns), (columns, 1), (rows, 64)))
 
 
 def walk_of(where: Geometry, given: Inputs) -> Walk:

@@ -17,8 +17,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fastweight.kernels import launch, launch_additive, launch_columns, launch_solve
+from fastweight.kernels import launch, launch_additive, launch_columns, launch_solve, launch_windows
 from fastweight.kernels.eager import nobody_listens
+
+TENSORS = 10  # that an operator takes before its numbers and flags
 
 
 def _forward(
@@ -32,6 +34,9 @@ def _forward(
     plan = launch.Plan(eps, floor, shift, raw, scaled, direct, decayed, before, window, rebuild)
     given = (q, k, v, beta, lam, state0, key0, has_key, mask, cu_seqlens, save)
     with launch.device_of(v):
+        if regression and window > 1:
+            o, state1, step, decay, maps, states = launch_windows.forward(plan, *given)
+            return o, state1, step, decay, states, maps, v.new_empty(0)
         if regression:
             o, state1, step, decay, inverse, residual, states = launch_solve.forward(plan, *given)
             return o, state1, step, decay, states, inverse, residual
@@ -56,7 +61,8 @@ def _(q, k, v, beta, lam, state0, key0, has_key, mask, cu_seqlens, *flags):
     K = k.shape[-1]
     window, regression, rebuild, save = flags[-4:]
     N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    stride = 65 - window
+    slid = regression and window > 1
+    stride = launch_windows.Block.of(window).tokens if slid else 65 - window
     slots = B * ((T + stride - 1) // stride) if cu_seqlens is None else T // stride + N
     wide = torch.float32
     column = _by_column(beta)
@@ -66,8 +72,10 @@ def _(q, k, v, beta, lam, state0, key0, has_key, mask, cu_seqlens, *flags):
         v.new_empty(H, 0 if column and not save else B * T, dtype=wide),
         v.new_empty(0, dtype=wide) if column else v.new_empty(H, B * T, dtype=wide),
         v.new_empty((N if rebuild else slots) if save else 0, H, K, V),
-        v.new_empty(slots, H, 64, 64) if regression else v.new_empty(0),
-        v.new_empty(B * T if save else 0, H, V) if regression else v.new_empty(0),
+        launch_windows.empty_maps(v, slots, window)
+        if slid
+        else v.new_empty(*((slots, H, 64, 64) if regression else (0,))),
+        v.new_empty(B * T if save else 0, H, V) if regression and not slid else v.new_empty(0),
     )
 
 
@@ -82,6 +90,8 @@ def _backward(
     plan = launch.Plan(eps, floor, shift, raw, scaled, direct, decayed, before, window, rebuild)
     given = (d_o, d_state1, q, k, v, beta, lam, key0, has_key, mask, cu_seqlens)
     with launch.device_of(v):
+        if regression and window > 1:
+            return launch_windows.backward(plan, *given, (inverse, states), want_state)
         if regression:
             return launch_solve.backward(plan, *given, (step, decay, inverse, residual, states), want_state)
         if _by_column(beta):
@@ -115,6 +125,11 @@ def _keep(ctx, inputs, output) -> None:
 
 
 def _gradients(ctx, d_o, d_state1, *_unused):
+    return *_of_tensors(ctx, d_o, d_state1), *[None] * len(ctx.flags), None
+
+
+def _of_tensors(ctx, d_o, d_state1):
+    """Gradients of the tensors that the operator takes."""
     q, k, v, beta, lam, key0, *rest = ctx.saved_tensors
     if d_o is None:
         d_o = torch.zeros_like(v)
@@ -130,7 +145,9 @@ def _gradients(ctx, d_o, d_state1, *_unused):
         None if lam is None else d_lam,
         d_state0 if ctx.has_state else None,
         None if key0 is None else d_key0,
-        *([None] * 15),
+        None,
+        None,
+        None,
     )
 
 
@@ -138,16 +155,30 @@ scan_forward.register_autograd(_gradients, setup_context=_keep)
 
 
 class _Eager(torch.autograd.Function):
-    """What `scan_forward` and its autograd rule do, without the dispatcher."""
+    """What `scan_forward` and its autograd rule do, without the dispatcher: (tensors, flags) -> o and the final S.
 
-    forward = staticmethod(_forward)
-    setup_context = staticmethod(_keep)
-    backward = staticmethod(once_differentiable(_gradients))  # pyright: ignore[reportAssignmentType]
+    `forward` takes ctx: with a setup_context of its own, PyTorch reads the signature at every call, for 0.1 ms. Flags
+    come as one argument and nothing but results is returned, because each argument and each result costs time too.
+    """
+
+    @staticmethod
+    def forward(ctx, *given):  # pyright: ignore[reportIncompatibleMethodOverride]
+        *tensors, flags = given
+        inputs = (*tensors, *flags)
+        output = _forward(*inputs)
+        _keep(ctx, inputs, output)
+        return output[:2]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_o, d_state1):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return *_of_tensors(ctx, d_o, d_state1), None
 
 
 def scan(*given) -> tuple[Tensor, Tensor]:
     """o and the final S, differentiable once; takes what `scan_forward` takes."""
     if not nobody_listens():
         return scan_forward(*given)[:2]
-    o, state, *_ = _Eager.apply(*given) if given[-1] else _forward(*given)
-    return o, state
+    if given[-1]:
+        return _Eager.apply(*given[:TENSORS], given[TENSORS:])  # pyright: ignore[reportReturnType]
+    return _forward(*given)[:2]

@@ -1,7 +1,7 @@
 """Launches a Triton kernel and remembers what was compiled, so that a repeated call skips Triton's look at arguments.
 
 That look takes longer than some kernels run. A kernel that was compiled for arguments of the same kinds is taken again;
-what Triton compiles for is a subset of what `_kind` tells apart.
+what Triton compiles for is a subset of what `_kinds` tells apart.
 
 Trap: descriptors of one shape of block and one dtype are taken to have one layout in shared memory.
 """
@@ -15,16 +15,19 @@ from triton.runtime.jit import JITFunction
 _compiled: dict[tuple, tuple[Any, tuple]] = {}
 
 
-def _kind(argument: Any) -> Any:
-    if argument is None:
-        return None
-    if isinstance(argument, Tensor):
-        return argument.dtype, argument.data_ptr() % 16 == 0
-    if isinstance(argument, int):
-        return argument == 1, argument % 16 == 0, argument.bit_length() > 31
-    if isinstance(argument, float):
-        return float
-    return argument.base.dtype, *argument.block_shape
+def _kinds(arguments: tuple[Any, ...]) -> list[Any]:
+    """What Triton may compile differently for, argument by argument; in one loop because calls add up."""
+    found: list[Any] = []
+    for argument in arguments:
+        if isinstance(argument, Tensor):
+            found += (argument.dtype, argument.data_ptr() % 16)
+        elif argument is None or isinstance(argument, float):
+            found.append(type(argument))
+        elif isinstance(argument, int):
+            found.append((argument == 1, argument % 16 == 0, argument.bit_length() > 31))
+        else:
+            found.append((argument.base.dtype, *argument.block_shape))
+    return found
 
 
 def start(kernel: Any, grid: tuple[Any, ...], *arguments: Any, **options: Any) -> None:
@@ -32,7 +35,7 @@ def start(kernel: Any, grid: tuple[Any, ...], *arguments: Any, **options: Any) -
     if not isinstance(kernel, JITFunction):  # the interpreter's
         kernel[grid](*arguments, **options)
         return
-    key = (id(kernel), torch.cuda.current_device(), tuple(options.items()), *map(_kind, arguments))
+    key = (id(kernel), torch.cuda.current_device(), *options.items(), *_kinds(arguments))
     known = _compiled.get(key)
     if known is None:
         compiled: Any = kernel[grid](*arguments, **options)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fastweight.memory.rules import Rule
 from fastweight.memory.state import State
+from fastweight.parallel.group import current
 
 FORMS = ("auto", "recurrent", "masked", "chunk")
 BACKENDS = ("auto", "torch", "triton")
@@ -48,8 +49,9 @@ def check_gate(name: str, value: Tensor | None, v: Tensor, *, column: bool = Fal
     """[B, T, H], or [B, T, H, V] where the rule has a gain per column."""
     if value is None:
         return
-    shapes = [tuple(v.shape[:3])] + ([tuple(v.shape)] if column else [])
-    if not isinstance(value, Tensor) or tuple(value.shape) not in shapes:
+    fits = isinstance(value, Tensor) and (value.shape == v.shape[:3] or (column and value.shape == v.shape))
+    if not fits:
+        shapes = [tuple(v.shape[:3])] + ([tuple(v.shape)] if column else [])
         got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
         fail(name, got, "[batch, tokens, heads] " + " or ".join(map(str, shapes)))
     if value.dtype not in _FLOATS:
@@ -69,10 +71,11 @@ def check_mask(mask: Tensor | None, v: Tensor) -> None:
 
 
 def check_cu_seqlens(cu_seqlens: Tensor | None, v: Tensor) -> None:
-    """int32 or int64 [N+1], from 0 to T without decreasing; the batch is then 1."""
+    """int32 or int64 [N+1], from 0 to T (the tokens of all ranks) without decreasing; the batch is then 1."""
     if cu_seqlens is None:
         return
-    B, T = v.shape[:2]
+    place = current()
+    B, T = v.shape[0], v.shape[1] * (1 if place is None else place.size)
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.ndim != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
         got = f"{cu_seqlens.dtype} of shape {tuple(cu_seqlens.shape)}" if isinstance(cu_seqlens, Tensor) else cu_seqlens
         fail("cu_seqlens", got, "an int32 or int64 tensor [N+1] of sequence bounds")

@@ -36,8 +36,8 @@ def attend(
 ) -> tuple[Tensor, State | None]:
     """o in v's dtype, and the State after the last token of every sequence.
 
-    state: what `around` carries in, as a State of the right dtype; None where that is nothing, for which the kernels
-    have a leaner variant.
+    The caller has asked `no_kernel`. state: what `around` carries in, as a State of the right dtype; None where that is
+    nothing, for which the kernels have a leaner variant.
     """
     from fastweight.kernels import dispatch
 
@@ -50,7 +50,7 @@ def attend(
         key=None if held is None else held.key,
         has_key=None if held is None else held.has_key,
         tail=None if held is None else (held.tail_x, held.tail_y, held.tail_count),
-        mask=around.mask, cu_seqlens=around.cu_seqlens,
+        mask=around.mask, cu_seqlens=around.cu_seqlens, checked=True,
     )  # fmt: skip
     if not output_final_state:
         return o, None
