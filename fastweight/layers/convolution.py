@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from fastweight.layers.parts import at_least_float32
+from fastweight.parallel.group import current
 
 
 def document_of(cu_seqlens: Int[Tensor, " N+1"], num_tokens: int) -> Int[Tensor, " T"]:
@@ -97,6 +98,17 @@ class ShortConvolution(nn.Module):
             expected = f"[N, {self.width - 1}, {x.shape[-1]}]"
             raise ValueError(f"cache: got shape {tuple(cache.shape)}, expected {expected} (the last inputs)")
         cache = cache.to(x.dtype)
+        place = current()
+        if place is not None:
+            from fastweight.parallel.convolve import convolve
+
+            return convolve(place, x, mask, cu_seqlens, cache, self._here)
+        return self._here(x, mask, cu_seqlens, cache)
+
+    def _here(
+        self, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, cache: Tensor
+    ) -> tuple[Float[Tensor, "B T D"], Float[Tensor, "N W-1 D"]]:
+        """`forward` on one process."""
         if mask is not None:
             x = x.masked_fill(mask.logical_not()[..., None], 0)
         if cu_seqlens is not None:

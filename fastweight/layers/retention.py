@@ -26,6 +26,8 @@ from fastweight.layers.memory_mixer import MemoryMixer, MemoryOptions
 from fastweight.layers.parts import rotate
 from fastweight.memory.attention import LINEAR_ATTENTION, linear_attention
 from fastweight.memory.state import State
+from fastweight.parallel.group import current
+from fastweight.parallel.layout import whole
 
 RetentionDecay = Literal["retnet", "lightning"]
 
@@ -93,14 +95,23 @@ def real_positions(
     x: Float[Tensor, "B T D"], mask: Tensor | None, cu_seqlens: Tensor | None
 ) -> tuple[Int[Tensor, "b T"], Int[Tensor, " N"]]:
     """Position of each token among the real ones of its sequence, from 1, and how many there are in each sequence."""
-    B, T = x.shape[:2]
-    if mask is None and cu_seqlens is None:
+    (B, T), place = x.shape[:2], current()
+    if mask is None and cu_seqlens is None and place is None:
         return torch.arange(1, T + 1, device=x.device)[None], torch.full((B,), T, device=x.device)
     seen = torch.ones(B, T, dtype=torch.long, device=x.device) if mask is None else mask.long()
+    if place is not None:
+        everywhere, count = _positions(whole(place, seen), cu_seqlens)
+        return everywhere[:, place.rank * T : (place.rank + 1) * T], count
+    return _positions(seen, cu_seqlens)
+
+
+def _positions(seen: Int[Tensor, "B T"], cu_seqlens: Tensor | None) -> tuple[Int[Tensor, "B T"], Int[Tensor, " N"]]:
+    """The same from 1 for every real token and 0 for the others."""
+    T = seen.shape[1]
     seen = F.pad(seen.cumsum(1), (1, 0))  # [B, T+1]
     if cu_seqlens is None:
         return seen[:, 1:], seen[:, -1]
-    bounds = cu_seqlens.to(x.device).long()
+    bounds = cu_seqlens.to(seen.device).long()
     at_bounds = seen[0, bounds]
     start = at_bounds[document_of(bounds, T)]
     return seen[:, 1:] - start, at_bounds.diff()

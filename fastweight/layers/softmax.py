@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from fastweight.layers.convolution import document_of, position_in_document
 from fastweight.layers.parts import rotate
 from fastweight.memory.checks import check_cu_seqlens
+from fastweight.parallel.group import current
 
 
 class SoftmaxAttention(nn.Module):
@@ -63,6 +64,11 @@ class SoftmaxAttention(nn.Module):
             ValueError: for anything inconsistent, naming the argument.
         """
         B, T = hidden_states.shape[:2]
+        if current() is not None:
+            raise ValueError(
+                "mixer: got 'transformer' inside context_parallel, expected a mixer with a memory: softmax attention "
+                "would have to exchange all of its keys and values"
+            )
         seen = 0 if state is None else int(state.get_seq_length())
         self._check(mask, cu_seqlens, state, B, T, seen)
         check_cu_seqlens(cu_seqlens, hidden_states)

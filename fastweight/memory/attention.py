@@ -20,6 +20,7 @@ from fastweight.memory.recurrent import recurrent
 from fastweight.memory.rules import Rule, rule_of
 from fastweight.memory.state import State
 from fastweight.memory.writes import make_writes, only_valid
+from fastweight.parallel.group import current
 
 DELTA_RULE = Rule("delta-rule", "regression", pairing="same-step", step="direct")
 LINEAR_ATTENTION = Rule("linear-attention", "inner-product", pairing="same-step", step="direct")
@@ -203,6 +204,8 @@ def step_in_place(
 
 def _one_token(q_t, k_t, v_t, beta_t, lam_t, rule: Rule) -> Inputs:
     """What `step` is given, checked, as a call of one token."""
+    if current() is not None:
+        checks.fail("step", "a call inside context_parallel", "one outside: a single token has no ranks to lie on")
     for name, value in (("q_t", q_t), ("k_t", k_t), ("v_t", v_t)):
         if not isinstance(value, Tensor) or value.ndim != 3:
             got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
@@ -215,7 +218,7 @@ def _one_token(q_t, k_t, v_t, beta_t, lam_t, rule: Rule) -> Inputs:
 
 
 def _attend(inputs: Inputs, call: _Call, around: Around, output_final_state: bool) -> tuple[Tensor, State | None]:
-    """The op after its gates are checked: packing around `_dense`, dtypes in and out."""
+    """The op after its gates are checked: on this process, or inside `context_parallel` on all of them."""
     v, (initial_state, mask, cu_seqlens) = inputs.v, around
     checks.check_choice("form", call.form, checks.FORMS)
     checks.check_choice("backend", call.backend, checks.BACKENDS)
@@ -224,6 +227,18 @@ def _attend(inputs: Inputs, call: _Call, around: Around, output_final_state: boo
     checks.check_cu_seqlens(cu_seqlens, v)
     N = len(v) if cu_seqlens is None else len(cu_seqlens) - 1
     checks.check_state(initial_state, inputs.k, v, call.rule, N)
+    place = current()
+    if place is None:
+        return _attend_here(inputs, call, around, output_final_state)
+    from fastweight.parallel.attend import attend
+
+    return attend(inputs, call, around, output_final_state, place, _attend_here)
+
+
+def _attend_here(inputs: Inputs, call: _Call, around: Around, output_final_state: bool) -> tuple[Tensor, State | None]:
+    """The op of one process: packing around `_dense`, dtypes in and out."""
+    v, (initial_state, mask, cu_seqlens) = inputs.v, around
+    N = len(v) if cu_seqlens is None else len(cu_seqlens) - 1
     dtype = working_dtype(*inputs)
     # Zeros that nobody reads cost more than some kernels: without anything carried only single tokens need a state.
     fresh = initial_state is None and v.shape[1] != 1

@@ -13,6 +13,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from fastweight.layers.convolution import position_in_document
+from fastweight.parallel.group import current, gather
+from fastweight.parallel.layout import whole
 
 
 def padding_mask(
@@ -53,6 +55,8 @@ def document_bounds(
         return bounds
     if attention_mask is not None or (cache is not None and not cache.is_empty):
         return None
+    place = current()
+    position_ids = position_ids if place is None else whole(place, position_ids)
     starts = (position_ids[:, 1:] == 0).nonzero()[:, 1] + 1
     if len(starts) == 0:
         return None
@@ -68,4 +72,27 @@ def without_document_starts(labels: Int[Tensor, "B T"], cu_seqlens: Int[Tensor, 
     """No document is asked to predict the first token of the next one."""
     if cu_seqlens is None:
         return labels
-    return labels.masked_fill(position_in_document(cu_seqlens.to(labels.device), labels.shape[1]) == 0, -100)
+    T, place = labels.shape[1], current()
+    rank, size = (0, 1) if place is None else (place.rank, place.size)
+    positions = position_in_document(cu_seqlens.to(labels.device), T * size)[rank * T : (rank + 1) * T]
+    return labels.masked_fill(positions == 0, -100)
+
+
+def labels_of_ranks(labels: Int[Tensor, "B T"], loss: dict[str, Any]) -> dict[str, Any]:
+    """Keywords of the loss; inside `context_parallel` the last token's label is the next rank's first one.
+
+    The loss is then this rank's part of the whole: the mean is over the labels of all ranks, and their losses add up.
+    """
+    place = current()
+    if place is None:
+        return loss
+    ignored, shifted = loss.get("ignore_index", -100), loss.get("shift_labels")
+    if shifted is None:
+        (firsts,) = gather(place, None, labels[:, :1])
+        after = firsts[place.rank + 1] if place.rank + 1 < place.size else torch.full_like(firsts[0], ignored)
+        shifted = torch.cat((labels[:, 1:], after), dim=1)
+    items = loss.get("num_items_in_batch")
+    if items is None:
+        (counts,) = gather(place, None, shifted.ne(ignored).sum())
+        items = counts.sum()
+    return loss | {"shift_labels": shifted, "num_items_in_batch": items}

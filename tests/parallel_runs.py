@@ -1,0 +1,208 @@
+"""Every rank compares its part with what it computes alone: `python -m tests.parallel_runs PART RANKS`, forked.
+
+A part is a function of this module that takes (rank, size); it raises where they differ. Whatever is compared, the loss
+of all ranks together is the loss of one process, so gradients of this rank's tokens must be those of one process, and
+gradients of what all ranks hold must add up to them.
+"""
+
+import os
+import socket
+import sys
+import traceback
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fastweight as fw
+from fastweight.models.cache import CACHE_NAME
+from fastweight.parallel import context_parallel
+from tests.conftest import assert_close
+from tests.lm_runs import finish, forked
+
+HEADS = (2, 4)  # of keys and of values
+WIDTHS = (5, 3)
+
+
+def problem(rule: fw.Rule, B: int, T: int, rows: int, dtype: torch.dtype, seed: int = 0) -> dict[str, Any]:
+    """Inputs and weights of a loss, the state of `rows` sequences that have seen something."""
+    rng = torch.Generator().manual_seed(seed)
+    (Hk, H), (K, V) = HEADS, WIDTHS
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=rng, dtype=torch.float64).to(dtype)
+
+    gates = (B, T, H, V) if rule.gain == "column" else (B, T, H)
+    tokens = {
+        "q": normal(B, T, Hk, K),
+        "k": normal(B, T, Hk, K),
+        "v": normal(B, T, H, V),
+        "beta": (0.1 + 1.7 * torch.rand(gates, generator=rng, dtype=torch.float64)).to(dtype),
+        "lam": (2 * torch.rand(B, T, H, generator=rng, dtype=torch.float64)).to(dtype),
+    }
+    seen = {name: tensor[:1].expand(rows, *tensor.shape[1:])[:, :5] for name, tensor in tokens.items()}
+    _, state = fw.fast_weight_attention(**seen, rule=rule, output_final_state=True)
+    assert state is not None
+    return {"tokens": tokens, "state": state, "w_o": normal(B, T, H, V), "w_S": normal(rows, H, K, V)}
+
+
+def leaves(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: t.detach().clone().requires_grad_(t.is_floating_point()) for name, t in values.items()}
+
+
+def losses(o, state, w_o, w_S, share: int) -> torch.Tensor:
+    """Of outputs, the final memory, and everything else that a state holds."""
+    rest = sum((part.double() ** 2).sum() for part in (state.z, state.key, state.tail_x, state.tail_y))
+    return (o * w_o).sum() + ((state.S * w_S).sum() + rest) / share
+
+
+def compare(
+    label: str, rule: fw.Rule, dtype: torch.dtype, B: int, T: int, cu=None, mask=None, state=True, **how
+) -> None:
+    """One call on all ranks against the same call here."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    rows = B if cu is None else len(cu) - 1
+    given = problem(rule, B, T * size, rows, dtype)
+    here = slice(rank * T, (rank + 1) * T)
+
+    def run(tokens, share: int, mask):
+        tokens, begun = leaves(tokens), leaves(given["state"]._asdict()) if state else None
+        start = None if begun is None else fw.State(**begun)
+        o, final = fw.fast_weight_attention(
+            **tokens, rule=rule, initial_state=start, output_final_state=True, cu_seqlens=cu, mask=mask, **how
+        )
+        w_o = given["w_o"] if share == 1 else given["w_o"][:, here]
+        losses(o, final, w_o, given["w_S"], share).backward()
+        grads = {name: t.grad for name, t in (tokens | (begun or {})).items() if t.is_floating_point()}
+        return o, final, grads
+
+    o, final, grads = run(given["tokens"], 1, mask)
+    with context_parallel():
+        part = run(
+            {name: t[:, here] for name, t in given["tokens"].items()}, size, None if mask is None else mask[:, here]
+        )
+    assert_close(part[0], o[:, here], dtype, "forward", f"{label} o")
+    for name, mine, whole in zip(fw.State._fields, part[1], final, strict=True):
+        assert_close(mine, whole, dtype, "state", f"{label} state.{name}")
+    for name, whole in grads.items():
+        mine = part[2][name]
+        mine = torch.zeros_like(whole) if mine is None else mine
+        whole = torch.zeros_like(mine) if whole is None else whole
+        if name in given["tokens"]:
+            whole = whole[:, here]
+        else:
+            dist.all_reduce(mine)
+        assert_close(mine, whole, dtype, "gradient", f"{label} d{name}")
+
+
+def op(rank: int, size: int) -> None:
+    """Every rule: dense, masked, packed, carried states, segments shorter than a window."""
+    for name, rule in fw.RULES.items():
+        for dtype in (torch.float64, torch.float32):
+            compare(f"{name} dense", rule, dtype, B=2, T=7)
+        T = 6
+        total = T * size
+        compare(f"{name} fresh", rule.replace(timing="read-before-write"), torch.float64, B=1, T=3, state=False)
+        compare(f"{name} same-step", rule.replace(pairing="same-step", ridge="scaled"), torch.float64, B=2, T=2)
+        for mask in holes(total):
+            compare(f"{name} masked", rule, torch.float64, B=2, T=T, mask=mask)
+        for cu in ((0, 2, 2, 9, total), (0, total), (0, 0, 6, 7, total - 1, total, total), (0, 3, total - 2, total)):
+            bounds = torch.tensor(cu, dtype=torch.int32)
+            compare(f"{name} packed {cu}", rule, torch.float64, B=1, T=T, cu=bounds)
+        compare(f"{name} packed, masked", rule, torch.float64, B=1, T=T, cu=bounds, mask=holes(total)[0][:1])
+    read = fw.RULES["falcon-1a"].replace(read="normalized", read_eps=1.0)
+    compare("normalised read", read, torch.float64, B=2, T=5)
+
+
+def holes(total: int) -> list[torch.Tensor]:
+    """Masks of two rows: at random, and one that leaves nothing of whole ranks."""
+    some = torch.rand(2, total, generator=torch.Generator().manual_seed(3)) > 0.4
+    few = torch.zeros(2, total, dtype=torch.bool)
+    few[:, 1:3], few[0, -1] = True, True
+    return [some, few]
+
+
+def model(rank: int, size: int) -> None:
+    """Tiny models of every memory: losses, logits, caches and the gradients of all parameters, packed and not."""
+    packed = torch.tensor([0, 2, 2, 9, 11, 6 * size], dtype=torch.int32)
+    for mixer in ("falcon-1", "falcon-2", "falcon-3a", "retnet", "mamba2", "gated-deltanet"):
+        compare_models(mixer, B=2)
+        compare_models(mixer, B=1, cu_seqlens=packed)
+    compare_models("falcon-1", B=2, padded=True)
+    compare_models("retnet", B=2, padded=True)
+    compare_models("falcon-3a", B=2, checkpointed=True)
+    with context_parallel(), pytest.raises(ValueError, match="mixer: got 'transformer'"):
+        tiny("transformer")(torch.zeros(1, 3, dtype=torch.long))
+
+
+def tiny(mixer: str) -> Any:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+    return fw.FastWeightForCausalLM(fw.FastWeightConfig(vocab_size=19, mixer=mixer, initializer_range=0.2, **sizes))
+
+
+def compare_models(mixer: str, B: int, cu_seqlens=None, padded: bool = False, checkpointed: bool = False) -> None:
+    size, rank = dist.get_world_size(), dist.get_rank()
+    T = 6
+    here = slice(rank * T, (rank + 1) * T)
+    ids = torch.randint(19, (B, T * size), generator=torch.Generator().manual_seed(1))
+    labels = ids.masked_fill(torch.rand(ids.shape, generator=torch.Generator().manual_seed(2)) < 0.2, -100)
+    mask = None
+    if padded:
+        mask = torch.ones_like(ids)
+        mask[0, :3] = 0
+        labels = labels.masked_fill(mask == 0, -100)
+    found: list[Any] = []
+    for share in (1, size):
+        at = slice(None) if share == 1 else here
+        net = tiny(mixer).train()
+        if checkpointed:
+            net.gradient_checkpointing_enable({"use_reentrant": False})
+        around = {"cu_seqlens": cu_seqlens, "attention_mask": None if mask is None else mask[:, at]}
+        with nullcontext() if share == 1 else context_parallel():
+            loss = net(ids[:, at], labels=labels[:, at], **around).loss
+        loss.backward()  # outside: checkpoints remember the group
+        with torch.no_grad(), nullcontext() if share == 1 else context_parallel():
+            told = net.eval()(ids[:, at], use_cache=True, **around)
+        found.append((loss.detach(), {n: p.grad for n, p in net.named_parameters()}, told))
+    (loss, grads, told), (part, parts, told_here) = found
+    dist.all_reduce(part)
+    assert_close(part, loss, torch.float32, "forward", f"{mixer} loss")
+    for name, whole in grads.items():
+        mine = torch.zeros_like(whole) if parts[name] is None else parts[name]
+        dist.all_reduce(mine)
+        assert_close(mine, whole, torch.float32, "gradient", f"{mixer} d{name}")
+    assert_close(told_here.logits, told.logits[:, here], torch.float32, "forward", f"{mixer} logits")
+    caches = [output.get(CACHE_NAME) for output in (told, told_here)]
+    for whole, mine in zip(*(cache.layers for cache in caches), strict=True):
+        expected = whole.load().tensors()
+        for name, tensor in mine.load().tensors().items():
+            assert_close(tensor, expected[name], torch.float32, "state", f"{mixer} cached {name}")
+
+
+PARTS = {"op": op, "model": model}
+
+
+def main(part: str, size: int) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
+
+    def one(rank: int) -> None:
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", rank=rank, world_size=size)
+        try:
+            PARTS[part](rank, size)
+        except Exception:
+            traceback.print_exc()
+            raise
+        dist.destroy_process_group()
+
+    finish([forked(lambda rank=rank: one(rank)) for rank in range(size)])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))
