@@ -116,7 +116,7 @@ def lines(run_dir: Path) -> int:
     return path.read_text().count("\n") if path.exists() else 0
 
 
-def processes(run: Run, run_dir: Path, number: int) -> list[int]:
+def processes(work: Callable[[], Any], number: int) -> list[int]:
     """As torchrun would start them."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -125,9 +125,56 @@ def processes(run: Run, run_dir: Path, number: int) -> list[int]:
 
     def one(rank: int) -> None:
         os.environ.update(place | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
-        train(run, run_dir, console=Console(quiet=True))
+        work()
 
     return [forked(lambda rank=rank: one(rank)) for rank in range(number)]
+
+
+def sharded(run: Run, path: Path) -> None:
+    """The loss of a model that FSDP2 has sharded as accelerate does, and how far its gradients are from the plain
+    model's; here in torch's own words, because accelerate takes no CPU for it."""
+    import torch
+    from torch.distributed.fsdp import fully_shard
+
+    from fastweight.models import loss as losses
+    from fastweight.training.arguments import sharding_policy
+    from fastweight.training.model import build_model, config_of
+
+    calls, whole = [], losses.causal_loss
+    losses.causal_loss = lambda *args, **kwargs: calls.append(1) or whole(*args, **kwargs)
+    ids = torch.arange(32).reshape(2, 16) % VOCAB
+    torch.distributed.init_process_group("gloo")
+    rank, model = torch.distributed.get_rank(), build_model(run, config_of(run, VOCAB)).train()
+
+    def loss_of(rows: torch.Tensor, mean_over: int) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(input_ids=rows, labels=rows, num_items_in_batch=torch.tensor(30.0) / mean_over).loss
+        loss.backward()
+        return loss.detach()
+
+    expected = loss_of(ids, 1)
+    gradients = {name: value.grad for name, value in model.named_parameters()}
+    model.zero_grad()
+    for block in model.model.layers:
+        fully_shard(block, mp_policy=sharding_policy())
+    fully_shard([model.model.norm, model.model.embed_tokens, model.lm_head], mp_policy=sharding_policy())
+    fully_shard(model, mp_policy=sharding_policy())
+    loss = loss_of(ids[rank : rank + 1], 2)
+    dtype = str(loss.dtype)
+    torch.distributed.all_reduce(loss)
+    gaps = {
+        name: float((value.grad.full_tensor() - gradients[name]).norm() / gradients[name].norm())
+        for name, value in model.named_parameters()
+    }
+    if rank == 0:
+        found = {
+            "loss": float(loss) / 2,
+            "expected": float(expected),
+            "dtype": dtype,
+            "chunked": len(calls),
+            "gaps": gaps,
+        }
+        path.write_text(json.dumps(found))
 
 
 def main(directory: Path) -> None:
@@ -153,7 +200,8 @@ def main(directory: Path) -> None:
     for moment in moments:
         kill_when(begin("cut"), moment)
     finish([begin("cut")])
-    finish(processes(run, directory / "two", 2))
+    finish(processes(lambda: train(run, directory / "two", console=quiet), 2))
+    finish(processes(lambda: sharded(run, directory / "sharded.json"), 2))
 
 
 if __name__ == "__main__":

@@ -184,6 +184,15 @@ def test_logits_are_there_when_they_are_wanted() -> None:
         FastWeightConfig(fused_loss="fast")
 
 
+def test_a_resized_vocabulary_still_makes_no_logits(assert_close) -> None:
+    model = small().train()
+    model.resize_token_embeddings(V + 11, mean_resizing=False)
+    ids = torch.arange(6)[None]
+    output = model(input_ids=ids, labels=ids)
+    assert output.logits is None
+    assert_close(output.loss, model(input_ids=ids, labels=ids, output_logits=True).loss, torch.float32, "state")
+
+
 class Louder(torch.nn.Linear):
     """Stands for what adapters and quantisation put in the place of the output matrix."""
 

@@ -213,6 +213,16 @@ def test_two_processes_train_as_one(driven: Path, assert_close) -> None:
     assert json.loads((driven / "two" / "run.json").read_text())["processes"] == 2
 
 
+def test_a_sharded_model_trains_as_a_whole_one(driven: Path) -> None:
+    """FSDP2 on two processes: float32 losses, never all logits at once, the same gradients, gates in float32."""
+    found = json.loads((driven / "sharded.json").read_text())
+    assert found["dtype"] == "torch.float32"
+    assert found["chunked"] == 2  # before sharding, and after
+    assert found["loss"] == pytest.approx(found["expected"], rel=1e-6)
+    assert max(found["gaps"].values()) < 1e-2, found["gaps"]  # each rank rounds its own products to bfloat16
+    assert max(gap for name, gap in found["gaps"].items() if "gate" in name) < 1e-5
+
+
 # Settings
 
 

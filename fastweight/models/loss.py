@@ -13,6 +13,7 @@ on the way into the product. Gradients are those of one backward pass; a second 
 
 import importlib
 import importlib.util
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from fastweight.layers.parts import at_least_float32
 
 IGNORED = -100
 KEYWORDS = ("num_items_in_batch", "ignore_index", "shift_labels")  # that a loss may be given through `forward`
+SHARDING = "torch.distributed.fsdp"  # whose classes and hooks gather a weight
 ALIGNMENT = 64  # columns of a chunk of logits on a GPU are a multiple of this
 CHUNK_ENTRIES = {"cuda": 2**28, "cpu": 2**24}  # logits in a chunk: 512 MiB in bfloat16, 64 MiB in float32
 
@@ -43,12 +45,33 @@ def loss_of(model: Any, hidden_states: Tensor, logits: Tensor | None, labels: Te
     all, so that it is not passed by.
     """
     head, how = model.lm_head, model.config.fused_loss
-    plain = type(head) is nn.Linear and not (head._forward_hooks or head._forward_pre_hooks)
-    if logits is None and plain and how != "none" and model.loss_function is ForCausalLMLoss:
+    if logits is None and how != "none" and model.loss_function is ForCausalLMLoss and _unchanged(head):
         known = {name: kwargs[name] for name in KEYWORDS if name in kwargs}
-        return causal_loss(hidden_states, head.weight, labels, how=how, **known)
+        # Resizing the vocabulary leaves a plain nn.Linear, whose weight nobody needs to gather.
+        measure = head if isinstance(head, OutputMatrix) else partial(OutputMatrix.forward, head)
+        return measure(hidden_states, labels=labels, how=how, **known)
     logits = head(hidden_states) if logits is None else logits
     return model.loss_function(logits, labels, model.vocab_size, **kwargs)
+
+
+class OutputMatrix(nn.Linear):
+    """The output matrix: hidden states to logits, or with labels to their loss, in which logits never are all there.
+
+    The loss is found inside a call of the module, so that what gathers a sharded weight for that time sees one.
+    """
+
+    def forward(self, input: Tensor, labels: Tensor | None = None, **how: Any) -> Tensor:
+        """Logits [..., V] of hidden states [..., D]; with labels, `causal_loss` with the keywords `how`."""
+        return super().forward(input) if labels is None else causal_loss(input, self.weight, labels, **how)
+
+
+def _unchanged(head: Any) -> bool:
+    """Whether the output matrix is what the model was built with; to be sharded (FSDP2) does not change it."""
+    if type(head) in (OutputMatrix, nn.Linear) and not (head._forward_hooks or head._forward_pre_hooks):
+        return True
+    parts = [*type(head).__mro__, *head._forward_hooks.values(), *head._forward_pre_hooks.values()]
+    others = [part for part in parts if not str(getattr(part, "__module__", "")).startswith(SHARDING)]
+    return others == list(OutputMatrix.__mro__)
 
 
 def causal_loss(

@@ -25,7 +25,7 @@ from fastweight.models.cache import CACHE_NAME, FastWeightCache
 from fastweight.models.config import FastWeightConfig
 from fastweight.models.generation import FastWeightGenerationMixin
 from fastweight.models.inputs import document_bounds, one_of, padding_mask, without_document_starts
-from fastweight.models.loss import loss_of, wants_logits
+from fastweight.models.loss import OutputMatrix, loss_of, wants_logits
 
 logger = logging.get_logger(__name__)
 
@@ -169,7 +169,7 @@ class FastWeightForCausalLM(FastWeightGenerationMixin, FastWeightPreTrainedModel
         super().__init__(config)
         self.model = FastWeightModel(config)
         self.vocab_size = config.vocab_size
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = OutputMatrix(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
     def forward(

@@ -45,6 +45,7 @@ def training_arguments(run: Run, run_dir: Path, accumulation: int, items: int = 
     Raises ValueError for settings that exclude each other on this machine.
     """
     settings = run.training
+    pinned = torch.cuda.is_available() and settings.device == "auto"
     args = TrainingArguments(
         output_dir=str(run_dir),
         run_name=run.name,
@@ -62,7 +63,8 @@ def training_arguments(run: Run, run_dir: Path, accumulation: int, items: int = 
         save_steps=settings.checkpoint_every,
         save_total_limit=settings.keep_checkpoints,
         dataloader_num_workers=run.engine.workers,
-        dataloader_pin_memory=torch.cuda.is_available() and settings.device == "auto",
+        dataloader_pin_memory=pinned,
+        accelerator_config={"non_blocking": pinned},
         disable_tqdm=True,
         report_to=["wandb"] if report_of(run) == "wandb" else [],
         **_optimizer_arguments(run),
@@ -70,7 +72,20 @@ def training_arguments(run: Run, run_dir: Path, accumulation: int, items: int = 
     )
     if args.n_gpu > 1:
         args._n_gpu = 1
+    if args.fsdp_plugin_args is not None:
+        args.fsdp_plugin_args["mixed_precision_policy"] = sharding_policy()
     return args
+
+
+def sharding_policy() -> Any:
+    """What FSDP2 gathers, reduces and hands out: everything as it is, so that it computes what DDP computes.
+
+    accelerate's own policy under bf16 rounds gates, sums of gradients, the number of labels and the loss to bfloat16;
+    the products are autocast's business either way.
+    """
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    return MixedPrecisionPolicy()
 
 
 def _half_on_gpu(run: Run) -> bool:

@@ -40,6 +40,8 @@ class RunTrainer(Trainer):
     def __init__(self, *args: Any, settings: Optimizer, meter: Meter, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.settings, self.meter = settings, meter
+        handler: Any = self.accelerator.ddp_handler
+        handler.gradient_as_bucket_view = True  # gradients live in what is sent, not beside it
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         if self.optimizer is None:
