@@ -4,6 +4,7 @@ The same cases run on the CPU through Triton's interpreter (small, float32, in a
 interpreter must be chosen before Triton is imported) and on a CUDA device (all dtypes and widths, marked gpu).
 """
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -215,6 +216,18 @@ def test_sequences_in_pieces(test, monkeypatch):
 
     monkeypatch.setattr(launch.Walk, "of", lambda where, programs: launch.Walk(where, 3, -(-where.chunks // 3)))
     check(test, torch.float32, "cpu")
+
+
+@interpreted
+@pytest.mark.parametrize("rebuild", [False, True])
+def test_backward_a_few_rows_at_a_time(rebuild, monkeypatch):
+    """Later rows find what earlier ones left in their room, and the last turn is short."""
+    from fastweight.kernels import launch_solve, rebuilt_states
+
+    test = case("falcon-1", shape=(3, 70, 1, 2, 16, 16), state=True)
+    monkeypatch.setattr(launch_solve, "_rows_at_once", lambda engine, walk, given: 2)
+    with rebuilt_states() if rebuild else contextlib.nullcontext():
+        check(test, torch.float32, "cpu")
 
 
 REBUILT = [

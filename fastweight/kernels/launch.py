@@ -6,6 +6,7 @@ narrower than 64: Triton 3.6 reads out of bounds on Hopper with 32-wide ones.
 """
 
 import contextlib
+from copy import copy
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -184,7 +185,8 @@ def make_steps(plan: Plan, given: Inputs, where: Geometry, nonzero: bool) -> tup
 class Gradients:
     """Empty gradients of a call; queries and keys per value head, masked rows zero because no program writes them."""
 
-    def __init__(self, given: Inputs, where: Geometry, want_state: bool) -> None:
+    def __init__(self, given: Inputs, where: Geometry, want_state: bool, slots: int | None = None) -> None:
+        """slots: chunks whose state gradients there is room for at a time; None is all of them."""
         B, T, H, V = given.v.shape
         K = given.q.shape[3]
         wide: dict[str, Any] = {"dtype": torch.float32, "device": given.v.device}
@@ -195,10 +197,19 @@ class Gradients:
         self.beta = None if given.beta is None else torch.empty_like(given.beta)
         self.lam = None if given.lam is None else torch.empty_like(given.lam)
         self.key0 = None if given.key0 is None else torch.zeros(where.sequences, H, K, **wide)
-        self.states = given.v.new_empty(where.slots, H, K, V)
+        self.states = given.v.new_empty(where.slots if slots is None else slots, H, K, V)
         self.state0 = torch.empty(where.sequences, H, K, V, **wide) if want_state else None
         self.nothing = torch.empty(0, **wide)
         self.given = given
+
+    def rows(self, rows: slice, slots: int) -> "Gradients":
+        """Those of some rows of a batch without carried keys; the room for their state gradients is everybody's."""
+        part = copy(self)
+        part.q, part.k, part.v = self.q[rows], self.k[rows], self.v[rows]
+        part.beta = None if self.beta is None else self.beta[rows]
+        part.lam = None if self.lam is None else self.lam[rows]
+        part.states = self.states[:slots]
+        return part
 
     def result(self) -> Saved:
         """As the operator returns them: grouped, and empty instead of None, each its own tensor."""

@@ -23,6 +23,8 @@ PREPARE_REGISTERS = 96  # five programs a multiprocessor
 ADVANCE_REGISTERS = 168  # three
 WALKING = 264  # programs of a walk that an H200 holds at once, two a multiprocessor
 ADVANCING = 396
+TURNS = 4  # that a backward pass is done in, at most
+LARGE = 2**25  # elements of all state gradients; fewer are kept at a time
 STAGES = 2  # chunks in shared memory: at width 128 that leaves room for a second program, at 64 more was no faster
 
 
@@ -105,6 +107,18 @@ def walk_of(where: Geometry, given: Inputs) -> Walk:
     pieces = min(WALKING // programs, 1 + ADVANCING // (where.sequences * H * ((K + V) // 64)), where.chunks // 4)
     length = -(-where.chunks // pieces) if pieces > 2 else where.chunks
     return Walk(where, -(-where.chunks // length), length)
+
+
+def rows_at_once(walk: Walk, given: Inputs) -> int:
+    """Rows of the batch whose state gradients are kept at a time: a device full, or a few where TURNS are too many.
+
+    The gradients of the next rows then lie where the last ones did, and a turn costs a launch, no idle programs.
+    """
+    B, T, H, V = given.v.shape
+    if walk.segments > 1 or T % 4 or walk.where.slots * H * given.q.shape[3] * V < LARGE:
+        return B  # (rates of later rows begin at multiples of 16 bytes, as everything that kernels are compiled for)
+    full = max(1, WALKING // (H * (V // 64)))
+    return min(B, full * -(-B // (full * TURNS)))
 
 
 def _options(plan: Plan, given: Inputs, **flags: Any) -> dict[str, Any]:

@@ -5,6 +5,7 @@ hopper_solve.py, for the calls that launch_hopper.fits.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -204,10 +205,14 @@ def backward(plan, d_o, d_state1, q, k, v, beta, lam, key0, has_key, mask, cu_se
     where = Geometry.of(B, T, cu_seqlens)
     d_o = d_o.contiguous()
     d_o = d_o.clone() if d_o.data_ptr() % 16 else d_o  # what TMA reads is aligned
+    engine, walk = _engine(given, where)
+    rows = _rows_at_once(engine, walk, given)
+    out = Gradients(given, where, want_state, None if rows == len(q) else rows * where.chunks)
+    if rows < len(q):
+        _in_turns(engine, plan, given, where, rows, d_o, d_state1, (eta, decay, inverse, residual, states), out)
+        return out.result()
     if plan.rebuild:
         states = _rebuild(plan, given, where, (eta, decay), residual, states)
-    out = Gradients(given, where, want_state)
-    engine, walk = _engine(given, where)
     run: tuple[Any, ...] = (plan, given, walk, (eta, decay), inverse)
     if walk.segments > 1:
         d_state1 = _ends(engine, run, d_o, d_state1)
@@ -219,10 +224,44 @@ def backward(plan, d_o, d_state1, q, k, v, beta, lam, key0, has_key, mask, cu_se
     if pieces is not None and walk.segments > 1:
         out.state0 = walk.pieces(pieces)[:, 0].contiguous()
     if where.slots and H:
-        fast = _divides(given) and launch_hopper_gradient.fits(given, d_o, states)
-        rest = launch_hopper_gradient.solve if fast else _backward_token
-        rest(plan, given, where, d_o, (eta, decay, residual, states), out)
+        _rest(plan, given, where, d_o, (eta, decay, residual, states), out)
     return out.result()
+
+
+def _rest(plan: Plan, given: Inputs, where: Geometry, d_o: Tensor, saved: tuple[Tensor, ...], out: Gradients) -> None:
+    """Gradients that are found chunk by chunk, from steps, log-decays, residuals, states and what is in `out`."""
+    fast = _divides(given) and launch_hopper_gradient.fits(given, d_o, saved[-1])
+    (launch_hopper_gradient.solve if fast else _backward_token)(plan, given, where, d_o, saved, out)
+
+
+def _in_turns(engine, plan, given, where, count, d_o, d_state1, saved, out) -> None:
+    """The backward pass of a dense batch, `count` rows at a time, all in one room for state gradients."""
+    eta, decay, inverse, residual, states = saved
+    for first in range(0, where.sequences, count):
+        rows = slice(first, min(first + count, where.sequences))
+        chunks = slice(rows.start * where.chunks, rows.stop * where.chunks)
+        tokens = slice(rows.start * where.length, rows.stop * where.length)
+        # Rates stay rows of all tokens: the kernels step over them by where.tokens.
+        rates = eta[:, tokens.start :], decay[:, tokens.start :]
+        place = replace(where, sequences=rows.stop - rows.start, slots=chunks.stop - chunks.start)
+        mine = given._replace(**{name: _rows(getattr(given, name), rows) for name in ("q", "k", "v", "beta", "lam")})
+        part = out.rows(rows, place.slots)
+        ends = _rows(d_state1, rows), _rows(out.state0, rows)
+        walk = Walk(place, 1, 2**30)
+        engine.backward_state(plan, mine, walk, rates, inverse[chunks], d_o[rows], *ends, (part.v, part.states))
+        written = residual[tokens]
+        kept = _rebuild(plan, mine, place, rates, written, states[rows]) if plan.rebuild else states[chunks]
+        _rest(plan, mine, place, d_o[rows], (*rates, written, kept), part)
+
+
+def _rows_at_once(engine: Engine, walk: Walk, given: Inputs) -> int:
+    """Rows of the batch that the backward pass takes at a time."""
+    fast = engine.backward_state is launch_hopper.backward_state
+    return launch_hopper.rows_at_once(walk, given) if fast else len(given.v)
+
+
+def _rows(tensor: Tensor | None, rows: slice) -> Tensor | None:
+    return None if tensor is None else tensor[rows]
 
 
 def _ends(engine: Engine, run: tuple[Any, ...], d_o: Tensor, d_state1: Tensor | None) -> Tensor:
