@@ -18,8 +18,9 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup
 	$(BIN)/fastweight demo
 
+# As many processes as there are cores, one thread each; a file's tests stay together and share what they set up.
 test: setup
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
 
 check: setup
 	$(BIN)/ruff format --check .
