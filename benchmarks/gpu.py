@@ -6,21 +6,18 @@ reverse order: the whole op, from (q, k, v, beta, gate) to o, without gradients 
 device's alone; what the host needs stands beside them. The floor is the larger of bytes over the copy rate and
 operations over the matrix rate, both measured in the same run.
 
-Traps: whoever still compiles or tunes is stopped while another measures, and goes on afterwards, until the deadline. A
-case that does not answer within its time box is killed and listed as such. Results are on disk after every row.
+Traps: whoever still compiles or tunes on the same GPU is stopped while another measures, and goes on afterwards, until
+the deadline; with a second GPU libraries that tune themselves do that there (benchmarks.gpu_child). A case that does
+not answer within its time box is killed and listed as such. Results are on disk after every row.
 """
 
 import argparse
-import contextlib
 import json
 import os
 import platform
-import queue
-import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -30,85 +27,12 @@ import torch
 
 from benchmarks import gpu_report
 from benchmarks.gpu_cases import CASES, SHAPES
+from benchmarks.gpu_child import Child
 from benchmarks.gpu_worker import DECODE, milliseconds
 
 BOX = 25.0  # seconds one measurement may take
 ROUNDS = 2
 DRAIN = 0.15  # seconds for what a stopped process has queued on the device
-WORKER = (sys.executable, "-m", "benchmarks.gpu_worker")
-
-
-class Child:
-    """A worker and what it says."""
-
-    def __init__(self, label: str, numbers: list[int], cache: str) -> None:
-        self.label, self.numbers, self.slow = label, numbers, label != DECODE and CASES[label].slow
-        self.warm, self.said = False, queue.Queue[dict[str, Any]]()
-        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (lives as long as the child)
-        self.process = subprocess.Popen(
-            [*WORKER, label, *map(str, numbers)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log,
-            text=True, bufsize=1, env=os.environ | {"TRITON_CACHE_DIR": cache},
-        )  # fmt: skip
-        self.listener = threading.Thread(target=self._listen, daemon=True)
-        self.listener.start()
-
-    def _listen(self) -> None:
-        for line in self.process.stdout or ():
-            if line.startswith("@"):
-                self.said.put(json.loads(line[1:]))
-        self.said.put({"kind": "end"})
-
-    @property
-    def alive(self) -> bool:
-        return self.process.poll() is None
-
-    def hold(self, stopped: bool) -> None:
-        if self.alive:
-            self.process.send_signal(signal.SIGSTOP if stopped else signal.SIGCONT)
-
-    def go(self) -> None:
-        if self.process.stdin is not None and self.alive:
-            with contextlib.suppress(BrokenPipeError):  # it ended just now: `until` will say so
-                self.process.stdin.write("go\n")
-                self.process.stdin.flush()
-
-    def close(self) -> None:
-        if self.log.closed:
-            return
-        self.process.kill()
-        self.process.wait()
-        self.listener.join()
-        for pipe in (self.process.stdin, self.process.stdout, self.log):
-            if pipe is not None:
-                with contextlib.suppress(BrokenPipeError):
-                    pipe.close()
-
-    def until(self, kind: str, report: "Report", end: float, kill: bool = True) -> dict[str, Any] | None:
-        """What it says of that kind; everything else on the way goes into the report.
-
-        Too late, it is killed, or without `kill` the answer is None.
-        """
-        while True:
-            try:
-                said = self.said.get(timeout=max(0.0, end - time.monotonic()))
-            except queue.Empty:
-                if not kill:
-                    return None
-                self.process.kill()
-                self.process.wait()
-                return {"failed": "out of time"}
-            if said["kind"] == "end":
-                self.log.seek(0)
-                return {"failed": self.log.read().strip()[-300:] or "the process ended"}
-            report.take(said)
-            self.warm |= said["kind"] == "warm"
-            if said["kind"] == kind:
-                return said
-
-    def drain(self, report: "Report") -> bool:
-        """Whether it is warm by now."""
-        self.until("warm", report, time.monotonic() + 0.05, kill=False)
-        return self.warm
 
 
 class Report:
@@ -172,18 +96,20 @@ def ceilings() -> dict[str, float]:
 
 
 def start(labels: Iterable[str], numbers: list[int], cache: str) -> list[Child]:
-    """One child a case, and one for every shape of a case that tunes for minutes."""
+    """One child a case, and one for every number and width of heads of a case that tunes itself to them."""
     children = []
     for label in labels:
         mine = [n for n in numbers if label != DECODE and SHAPES[n] in CASES[label].shapes()]
-        groups = [[n] for n in mine] if label != DECODE and CASES[label].slow else [mine]
+        heads = dict.fromkeys(SHAPES[n][2:] for n in mine)
+        tunes = label != DECODE and CASES[label].tunes
+        groups = [[n for n in mine if SHAPES[n][2:] == those] for those in heads] if tunes else [mine]
         children += [Child(label, group, cache) for group in groups if group or label == DECODE]
     return children
 
 
 def measure(child: Child, number: int, children: list[Child], report: Report, end: float) -> None:
     """One measurement, while everybody who is not waiting for one is stopped."""
-    busy = [other for other in children if other is not child and not other.warm and other.alive]
+    busy = [other for other in children if other is not child and not other.warm and other.alive and other.tuned]
     for other in busy:
         other.hold(True)
     time.sleep(DRAIN if busy else 0)
@@ -211,6 +137,8 @@ def as_they_come(children: list[Child], report: Report, end: float) -> Iterator[
     while pending:
         for child in list(pending):
             late = time.monotonic() > end
+            if not child.tuned and not late:
+                continue
             said = child.until("warm", report, end if late else time.monotonic() + 0.05, kill=late)
             if said is None:
                 continue

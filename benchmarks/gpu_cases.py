@@ -115,7 +115,8 @@ class Case:
     """Somebody's code for an op.
 
     make: imports what it needs and returns the call (q, k, v, beta, gate) -> o. judged: whether it computes the op
-    itself (softmax attention stands beside it for scale only). slow: tunes for minutes; comes last, at few shapes.
+    itself (softmax attention stands beside it for scale only). tunes: chooses among configurations, or compiles for
+    minutes, at every new number of heads.
     """
 
     label: str
@@ -124,12 +125,12 @@ class Case:
     peer: bool = True
     judged: bool = True
     trains: bool = True
-    slow: bool = False
+    tunes: bool = False
     widths: tuple[int, ...] = (64, 128)
 
     def shapes(self) -> list[Shape]:
         """Those of SHAPES that this case is timed at."""
-        return [shape for shape in (SHAPES[::3] if self.slow else SHAPES) if shape[3] in self.widths]
+        return [shape for shape in SHAPES if shape[3] in self.widths]
 
 
 def _ours(name: str) -> Callable[[], Callable[[Given], Tensor]]:
@@ -173,10 +174,10 @@ CASES = {
     for case in (
         *(Case(name, name, _ours(name), peer=False) for name in OPS),
         Case("SDPA, causal", "gated delta rule", _softmax, judged=False),
-        Case("FlashQLA gated delta rule", "gated delta rule", _delta_of("flash_qla"), widths=(128,)),
+        Case("FlashQLA gated delta rule", "gated delta rule", _delta_of("flash_qla"), widths=(128,), tunes=True),
         # FLA refuses the gated backward of simple_gla on Hopper with this Triton.
-        Case("FLA simple GLA", "linear attention", _simple_gla, trains=False, slow=True),
-        Case("FLA gated delta rule", "gated delta rule", _delta_of("fla.ops.gated_delta_rule"), slow=True),
+        Case("FLA simple GLA", "linear attention", _simple_gla, trains=False, tunes=True),
+        Case("FLA gated delta rule", "gated delta rule", _delta_of("fla.ops.gated_delta_rule"), tunes=True),
     )
 }
 

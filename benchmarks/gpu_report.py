@@ -12,6 +12,7 @@ from benchmarks.gpu_cases import ALLOWED, CASES, OPS, REGIMES, SHAPES, TARGETS, 
 
 Row = dict[str, Any]
 TIMED = ("forward_ms", "train_ms")
+COLOURS = ("#2a7f62", "#1f5fa8", "#d98e04", "#b0413e", "#7b4ea3", "#4d6b2f", "#c2557a", "#3a9bb0", "#8a6d3b", "#222222")
 MODES = {"forward": "forward_ms", "train": "train_ms"}
 
 
@@ -215,7 +216,7 @@ def _roof(axes: Any, found: dict[str, Any]) -> None:
     bandwidth, peak = rates["copy_bytes_per_s"] / 1e12, rates["bf16_flop_per_s"] / 1e12
     ridge = peak / bandwidth
     axes.plot([30, ridge, 400], [30 * bandwidth, peak, peak], color="black", linewidth=1.2)
-    colours = dict(zip(OPS, ("#2a7f62", "#1f5fa8", "#d98e04", "#b0413e", "#7b4ea3", "#4d6b2f"), strict=True))
+    colours = dict(zip(OPS, COLOURS, strict=False))
     for row in found["rows"]:
         case = CASES[row["op"]]
         if not case.judged or "forward_ms" not in row:

@@ -140,8 +140,13 @@ def times(case: Case, call: Call, shape: Shape) -> dict[str, float]:
 
 
 def first_call(case: Case) -> Call:
-    """The case's call; says how long its first use took, import of its own library left out."""
+    """The case's call; says how long its first use took, import of its own library left out.
+
+    What tunes itself does so at the timed shapes (`tune`), not on the few tokens of a first call.
+    """
     call = case.make()
+    if case.tunes:
+        return call
     given = inputs(OPS[case.op], (1, 130, CASES[case.label].shapes()[0][2], case.widths[-1]))
     torch.cuda.synchronize()
     start = time.perf_counter()
@@ -157,6 +162,18 @@ def warm(case: Case, call: Call, shapes: list[Shape]) -> None:
         given = inputs(OPS[case.op], (*slice_of(shape)[:2], *shape[2:]))
         call(given) if not case.trains else train(call, given)
     torch.cuda.synchronize()
+
+
+def tune(case: Case, call: Call, shapes: list[Shape]) -> None:
+    """Lets a library that tunes itself do so, at the very shapes that are timed; says how long that took."""
+    for shape in shapes if case.tunes else ():
+        start = time.perf_counter()
+        given = inputs(OPS[case.op], shape)
+        call(given) if not case.trains else train(call, given)
+        torch.cuda.synchronize()
+        say("first", label=f"{case.label}, {'x'.join(map(str, shape))}", seconds=time.perf_counter() - start)
+        del given
+        torch.cuda.empty_cache()
 
 
 def check(case: Case, call: Call, shape: Shape) -> dict[str, Any]:
@@ -185,6 +202,7 @@ def serve(label: str, shapes: list[Shape]) -> None:
     """Warm up, compare, then one measurement for every line of input, over the shapes again and again."""
     case = CASES[label]
     call = first_call(case)
+    tune(case, call, shapes)
     warm(case, call, shapes)
     bad = set()
     for shape in shapes:
@@ -233,11 +251,17 @@ def decode() -> None:
 
 
 def main() -> None:
-    label, *numbers = sys.argv[1:]
+    """[tune | later] LABEL NUMBERS: only tune a case at these shapes, or serve it, at once or after a first line."""
+    words = sys.argv[1:]
+    when = words.pop(0) if words[0] in ("tune", "later") else ""
+    label, *numbers = words
+    shapes = [SHAPES[int(number)] for number in numbers]
     if label == DECODE:
         decode()
-    else:
-        serve(label, [SHAPES[int(number)] for number in numbers])
+    elif when == "tune":
+        tune(CASES[label], CASES[label].make(), shapes)
+    elif not when or wait():
+        serve(label, shapes)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from benchmarks import gpu, gpu_cases, gpu_report, gpu_worker
+from benchmarks import gpu, gpu_cases, gpu_child, gpu_report, gpu_worker
 from benchmarks.gpu_cases import CASES, OPS, SHAPES, Case
 
 RATES = {"copy_bytes_per_s": 4e12, "bf16_flop_per_s": 7e14}
@@ -100,7 +100,7 @@ def test_one_bad_case_costs_one_row(tmp_path, monkeypatch):
     """A case that hangs is killed, one that breaks is reported, the rest is timed twice and written."""
     script = tmp_path / "worker.py"
     script.write_text(WORKER)
-    monkeypatch.setattr(gpu, "WORKER", (sys.executable, str(script)))
+    monkeypatch.setattr(gpu_child, "WORKER", (sys.executable, str(script)))
     monkeypatch.setattr(gpu, "BOX", 2.0)
     monkeypatch.setattr(gpu, "ceilings", lambda: RATES)
     monkeypatch.setattr(gpu, "machine", lambda: dict.fromkeys(("device", "torch", "triton", "commit", "command"), "x"))
@@ -121,9 +121,42 @@ def test_one_bad_case_costs_one_row(tmp_path, monkeypatch):
     assert (tmp_path / "roofline.png").stat().st_size > 10_000
 
 
+TUNED = """
+import json, os, sys, time
+say = lambda **what: print("@" + json.dumps(what), flush=True)
+when, label, number = sys.argv[1:]
+done = os.path.join(os.environ["TRITON_CACHE_DIR"])
+if when == "tune":
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "7"
+    time.sleep(0.5)
+    os.makedirs(done)
+    raise SystemExit
+assert sys.stdin.readline() == "go\\n" and os.path.isdir(done)
+shape = [64, 1024, 6, 128]
+say(kind="warm", label=label)
+for line in sys.stdin:
+    say(kind="row", label=label, shape=shape, forward_ms=0.5, train_ms=2.0, peak_mib=9, host_us=7)
+"""
+
+
+def test_a_library_that_tunes_itself_does_so_on_the_second_device_first(tmp_path, monkeypatch):
+    script = tmp_path / "worker.py"
+    script.write_text(TUNED)
+    monkeypatch.setattr(gpu_child, "WORKER", (sys.executable, str(script)))
+    monkeypatch.setattr(gpu, "ceilings", lambda: RATES)
+    monkeypatch.setattr(gpu, "machine", lambda: dict.fromkeys(("device", "torch", "triton", "commit", "command"), "x"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,7")
+    gpu.main(["--out", str(tmp_path), "--only", "FLA gated delta rule", "--shapes", "0", "--seconds", "20"])
+    (row,) = json.loads((tmp_path / "gpu.json").read_text())["rows"]
+    assert row["rounds"]["train_ms"] == [2.0, 2.0]
+
+
 def test_every_label_is_known_and_shapes_fit_widths():
     assert CASES["FlashQLA gated delta rule"].shapes() == [shape for shape in SHAPES if shape[3] == 128]
-    assert CASES["FLA gated delta rule"].shapes() == [SHAPES[0], SHAPES[3]]
+    assert CASES["FLA gated delta rule"].shapes() == list(SHAPES)
+    assert len(gpu_report.COLOURS) >= len(OPS)
     for target in gpu_cases.TARGETS:
         assert {target.label, target.against} <= set(CASES)
     with pytest.raises(SystemExit, match="--only"):
