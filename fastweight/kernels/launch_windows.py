@@ -1,0 +1,199 @@
+"""Host side of regression over a window: allocates, and launches windows_maps.py, windows.py and its gradient.
+
+Saved for the backward pass besides the inputs: a block's maps (8 or 32 KB of float32, half of it in bfloat16) and its
+first state. Steps and facts of tokens are measured again. Trap: float16 has no range for maps, which hold steps: they
+are float32 there.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastweight.kernels import windows, windows_gradient, windows_maps
+from fastweight.kernels.geometry import Geometry
+from fastweight.kernels.launch import (
+    Gradients,
+    Inputs,
+    Plan,
+    precision,
+    serial_tile,
+    tables,
+    token_tile,
+    wide,
+)
+from fastweight.kernels.start import start
+
+ROWS = 64  # (token, pair of its window) of a block, at most
+MOST_PAIRS = 32
+
+
+@dataclass(frozen=True)
+class Block:
+    """How many tokens a block of a window has, and the power of two that holds its pairs."""
+
+    window: int
+    tokens: int
+    pairs: int
+
+    @classmethod
+    def of(cls, window: int) -> "Block":
+        tokens = min(ROWS // window, MOST_PAIRS + 1 - window)
+        return cls(window, tokens, wide(tokens + window - 1, 16))
+
+    @property
+    def flags(self) -> dict[str, int]:
+        return {"WINDOW": self.window, "TOKENS": self.tokens, "PAIRS": self.pairs}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What `measure` finds: Gram matrix and Q X^T of blocks, weight, log-decay and facts of tokens."""
+
+    gram: Tensor
+    reads: Tensor
+    weight: Tensor
+    decay: Tensor
+    facts: Tensor
+
+    @classmethod
+    def of(cls, plan: Plan, given: Inputs, where: Geometry, block: Block) -> "Measured":
+        H, P = given.v.shape[2], block.pairs
+
+        def room(*shape: int) -> Tensor:
+            return torch.empty(*shape, dtype=torch.float32, device=given.v.device)
+
+        found = cls(
+            room(where.slots, H, P, P), room(where.slots, H, P, P), room(H, where.tokens), room(H, where.tokens),
+            room(H, windows_maps.VECTOR.value + block.window, where.tokens),
+        )  # fmt: skip
+        if where.slots and H:
+            start(
+                windows_maps.measure, (where.slots, H),
+                given.q, given.k, given.beta, given.lam, given.key0, given.has_key, given.unmasked,
+                found.gram, found.reads, found.weight, found.decay, found.facts, *tables(where),
+                float(plan.eps), float(plan.floor), BK=min(64, wide(given.q.shape[3], 16)), SHIFT=int(plan.shift),
+                SCALED=plan.scaled, DIRECT=plan.direct, DOT=precision(given.v.dtype), **block.flags, **given.widths,
+                num_warps=1,
+            )  # fmt: skip
+        return found
+
+
+def empty_maps(v: Tensor, blocks: int, window: int) -> Tensor:
+    """Room for the maps of reads and of writes of some blocks of every head of v."""
+    pairs = Block.of(window).pairs
+    dtype = torch.bfloat16 if v.dtype == torch.bfloat16 else torch.float32
+    return v.new_empty(2, blocks, v.shape[2], pairs, 2 * pairs, dtype=dtype)
+
+
+def _maps(plan: Plan, given: Inputs, where: Geometry, block: Block, found: Measured, maps: Tensor | None, rows: Any):
+    """Makes `maps` of reads and writes, or those of `rows`."""
+    if where.slots and given.v.shape[2]:
+        read, write = (None, None) if maps is None else (maps[0], maps[1])
+        start(
+            windows_maps.forward_maps, (where.slots, given.v.shape[2]),
+            found.gram, found.reads, found.weight, found.facts, read, write, rows, *tables(where),
+            H=given.v.shape[2], ROWS=ROWS, BEFORE=plan.before, **block.flags, num_warps=1,
+        )  # fmt: skip
+
+
+def _walk(plan: Plan, given: Inputs, block: Block) -> dict[str, Any]:
+    K, V, dtype = given.q.shape[3], given.v.shape[3], given.v.dtype
+    common = {"V": V, "SHIFT": int(plan.shift), "BEFORE": plan.before, "DOT": precision(dtype)}
+    return {**common, **block.flags, **given.widths, **serial_tile(K, V, dtype)._replace(num_stages=1)._asdict()}
+
+
+def _programs(given: Inputs, where: Geometry) -> int:
+    K, V, dtype = given.q.shape[3], given.v.shape[3], given.v.dtype
+    return where.sequences * given.v.shape[2] * -(-V // serial_tile(K, V, dtype).BV)
+
+
+def _run(plan: Plan, given: Inputs, where: Geometry, block: Block, decay, maps, state0, o, states, state1) -> None:
+    grid = _programs(given, where)
+    if grid:
+        start(
+            windows.forward, (grid,),
+            given.q, given.k, given.v, given.key0, given.has_key, given.unmasked, decay, maps[0], maps[1],
+            None if state0 is None else state0.contiguous(), o, states, state1,
+            where.cu, where.chunk_start, where.length, where.chunks, where.tokens, **_walk(plan, given, block),
+        )  # fmt: skip
+
+
+def forward(plan, q, k, v, beta, lam, state0, key0, has_key, mask, cu_seqlens, save):
+    """o, final S, weight, log-decay, maps, and the states that blocks (or if rebuilt, sequences) begin with."""
+    given = Inputs.of(plan, q, k, v, beta, lam, key0, has_key, mask)
+    (B, T, H, V), K = v.shape, q.shape[3]
+    block = Block.of(plan.window)
+    where = Geometry.of(B, T, cu_seqlens, block.tokens)
+    o = torch.empty_like(given.v)
+    state1 = torch.empty(where.sequences, H, K, V, dtype=torch.float32, device=v.device)
+    found = Measured.of(plan, given, where, block)
+    maps = empty_maps(v, where.slots, plan.window)
+    _maps(plan, given, where, block, found, maps, None)
+    states = v.new_empty(where.slots if save and not plan.rebuild else 0, H, K, V)
+    _run(plan, given, where, block, found.decay, maps, state0, o, states if len(states) else None, state1)
+    if save and plan.rebuild:
+        states = v.new_zeros(where.sequences, H, K, V)
+        states = states if state0 is None else states.copy_(state0)
+    return o, state1, found.weight, found.decay, maps, states
+
+
+def backward(plan, d_o, d_state1, q, k, v, beta, lam, key0, has_key, mask, cu_seqlens, saved, want_state):
+    """Gradients of q, k, v, beta, lam, the initial S and the initial key."""
+    maps, states = saved
+    given = Inputs.of(plan, q, k, v, beta, lam, key0, has_key, mask)
+    (B, T, H, V), K = v.shape, q.shape[3]
+    block = Block.of(plan.window)
+    where = Geometry.of(B, T, cu_seqlens, block.tokens)
+    d_o = d_o.contiguous()
+    found = Measured.of(plan, given, where, block)
+    if plan.rebuild:
+        begins, states = states, v.new_empty(where.slots, H, K, V)
+        _run(plan, given, where, block, found.decay, maps, begins, None, states, None)
+    out = Gradients(given, where, want_state)
+    grid = _programs(given, where)
+    if grid:
+        start(
+            windows.backward_state, (grid,),
+            given.q, given.k, d_o, given.key0, given.has_key, given.unmasked, found.decay, maps[0], maps[1],
+            None if d_state1 is None else d_state1.contiguous(), out.v, _shared(where, given, V), out.states,
+            out.state0, where.cu, where.chunk_start, where.length, where.chunks, where.tokens,
+            **_walk(plan, given, block),
+        )  # fmt: skip
+    if where.slots and H:
+        _backward_token(plan, given, where, block, found, maps, d_o, states, out)
+    return out.result()
+
+
+def _shared(where: Geometry, given: Inputs, width: int) -> Tensor:
+    """Room for what blocks give to the pairs before their first token."""
+    shape = (where.slots * windows.SHARED.value, given.v.shape[2], width)
+    return torch.empty(*shape, dtype=torch.float32, device=given.v.device)
+
+
+def _backward_token(plan, given, where, block, found: Measured, maps, d_o, states, out) -> None:
+    (_B, _T, H, V), K, dtype = given.v.shape, given.q.shape[3], given.v.dtype
+    rows = given.v.new_empty(2, where.slots, H, ROWS, 2 * block.pairs, dtype=maps.dtype)
+    _maps(plan, given, where, block, found, None, rows[0])
+    start(
+        windows_maps.backward_maps, (where.slots, H),
+        found.gram, found.reads, found.weight, found.decay, found.facts, rows[1], *tables(where),
+        H=H, ROWS=ROWS, BEFORE=plan.before, **block.flags, num_warps=1,
+    )  # fmt: skip
+    zc, df = (given.v.new_empty(where.slots, H, block.pairs, V) for _ in range(2))
+    shared = _shared(where, given, K)
+    start(
+        windows_gradient.backward_token, (where.slots, H),
+        given.q, given.k, given.v, d_o, given.beta, given.lam, given.key0, given.has_key, given.unmasked,
+        found.gram, found.reads, found.weight, found.decay, found.facts, states, out.states, rows[0], rows[1],
+        zc, df, torch.empty_like(found.decay), out.q, out.k, out.beta, out.lam, out.key0, shared, *tables(where),
+        float(plan.eps), float(plan.floor), V=V, ROWS=ROWS, SHIFT=int(plan.shift), SCALED=plan.scaled,
+        DIRECT=plan.direct, BEFORE=plan.before, DOT=precision(dtype), **block.flags, **given.widths,
+        **token_tile(K, V, dtype)._asdict(),
+    )  # fmt: skip
+    start(
+        windows_gradient.add_shared, (where.slots, H),
+        shared, out.k, *tables(where)[:5], H=H, K=K, BK=wide(K), WINDOW=block.window, TOKENS=block.tokens,
+        SHIFT=int(plan.shift), num_warps=4,
+    )  # fmt: skip
