@@ -24,8 +24,9 @@ from fastweight.layers.parts import Gate, RMSNorm, SwiGLU, WideParameters
 from fastweight.models.cache import CACHE_NAME, FastWeightCache
 from fastweight.models.config import FastWeightConfig
 from fastweight.models.generation import FastWeightGenerationMixin
-from fastweight.models.inputs import document_bounds, one_of, padding_mask, without_document_starts
+from fastweight.models.inputs import document_bounds, labels_of_ranks, one_of, padding_mask, without_document_starts
 from fastweight.models.loss import OutputMatrix, loss_of, wants_logits
+from fastweight.parallel.group import Place, current, entered
 
 logger = logging.get_logger(__name__)
 
@@ -51,18 +52,26 @@ class FastWeightBlock(GradientCheckpointingLayer):
         cu_seqlens: Int[Tensor, " N+1"] | None = None,
         position_ids: Int[Tensor, "b T"] | None = None,
         cache: FastWeightCache | None = None,
+        place: Place | None = None,
     ) -> Float[Tensor, "B T D"]:
-        """Hidden states after the block; the cache, if any, is read and brought up to date."""
+        """Hidden states after the block; the cache, if any, is read and brought up to date.
+
+        place: the ranks that share the sequence, remembered for checkpoints that compute this again.
+        """
         memory = None if cache is None else cache.layers[self.layer_idx]
-        mixed, state = self.mixer(
-            self.mixer_norm(hidden_states),
-            mask=mask,
-            cu_seqlens=cu_seqlens,
-            state=None if memory is None else memory.load(),
-            output_state=memory is not None,
-            position_ids=position_ids,
-            overwrite_state=memory is not None and memory.may_be_overwritten,
-        )
+        around: dict[str, Any] = {
+            "mask": mask,
+            "cu_seqlens": cu_seqlens,
+            "state": None if memory is None else memory.load(),
+            "output_state": memory is not None,
+            "position_ids": position_ids,
+            "overwrite_state": memory is not None and memory.may_be_overwritten,
+        }
+        if place is None:
+            mixed, state = self.mixer(self.mixer_norm(hidden_states), **around)
+        else:
+            with entered(place):
+                mixed, state = self.mixer(self.mixer_norm(hidden_states), **around)
         if memory is not None:
             memory.store(state, hidden_states.shape[1])
         hidden_states = hidden_states + mixed
@@ -130,11 +139,11 @@ class FastWeightModel(FastWeightPreTrainedModel):
         cache = self._cache(cache, use_cache, cu_seqlens)
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
-        collected = []
+        collected, place = [], current()
         for block in self.layers:
             collected += [hidden_states] if output_hidden_states else []
             hidden_states = block(
-                hidden_states, mask=mask, cu_seqlens=cu_seqlens, position_ids=position_ids, cache=cache
+                hidden_states, mask=mask, cu_seqlens=cu_seqlens, position_ids=position_ids, cache=cache, place=place
             )
         hidden_states = self.norm(hidden_states)
         states = (*collected, hidden_states) if output_hidden_states else None
@@ -233,7 +242,7 @@ class FastWeightForCausalLM(FastWeightGenerationMixin, FastWeightPreTrainedModel
             logits = self.lm_head(hidden_states if isinstance(kept, int) else hidden_states[:, kept])
         if labels is not None:
             labels = without_document_starts(labels, cu_seqlens)
-            loss = loss_of(self, hidden_states, logits, labels, **kwargs)
+            loss = loss_of(self, hidden_states, logits, labels, **labels_of_ranks(labels, kwargs))
         output = CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
