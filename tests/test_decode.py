@@ -189,6 +189,26 @@ def test_in_place_equals_step(name):
         assert torch.equal(value, expected)
 
 
+@pytest.mark.parametrize("name", BASELINES)
+def test_in_place_equals_the_recurrence_of_a_baseline(name):
+    """With a decay of its own in the place of lam; masked tokens change nothing."""
+    rule, given = RULES[name], draw(RULES[name], torch.float32, "cpu")
+    expected, last = recurrence(name, rule, given)
+    state = fw.State(*(part.clone() for part in given["state"]))
+    places = [part.data_ptr() for part in state]
+    for t in range(given["v"].shape[1]):
+        q, k, v, beta, gate, mask = (given[part][:, t] for part in ("q", "k", "v", "beta", "gate", "mask"))
+        beta = beta if name == "delta rule" else None
+        o = step_in_place(q, k, v, beta, None, state, rule, log_decay_t=-gate, mask_t=mask)
+        assert_close(o, expected[:, t], torch.float32, name=f"o at {t}")
+    assert [part.data_ptr() for part in state] == places
+    for field, value, right in zip(state._fields, state, last, strict=True):
+        assert_close(value.double(), right.double(), torch.float32, "state", field)
+    for rule_, lam, decay in ((rule, None, None), (rule, gate, -gate), (fw.RULES["falcon-1"], None, -gate)):
+        with pytest.raises(ValueError, match="log_decay_t: got"):
+            step_in_place(q, k, v, beta, lam, state, rule_, log_decay_t=decay)
+
+
 def test_what_cannot_be_overwritten_is_refused():
     rule = fw.RULES["falcon-1"]
     given = draw(rule, torch.float32, "cpu")

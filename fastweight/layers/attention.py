@@ -126,9 +126,7 @@ class FastWeightAttention(MemoryMixer):
 
     def step_in_place(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, memory: State, mask: Tensor | None
-    ) -> Float[Tensor, "B 1 H V"] | None:
-        if self.backend != "auto" or self.form not in ("auto", "recurrent"):
-            return None
+    ) -> Float[Tensor, "B 1 H V"]:
         q, k, v, step, lam = (part[:, 0] for part in self._tokens(x, q, k, v))
         mask_t = None if mask is None else mask[:, 0]
         return step_in_place(q, k, v, step, lam, memory, self.rule, mask_t=mask_t)[:, None]

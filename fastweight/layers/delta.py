@@ -12,12 +12,13 @@ only through the eps of the norm that follows.
 
 from typing import Any, Unpack
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from fastweight.layers.memory_mixer import MemoryMixer, MemoryOptions
 from fastweight.layers.parts import DecayGate, Gate, l2_normalize
-from fastweight.memory.attention import DELTA_RULE, delta_rule
+from fastweight.memory.attention import DELTA_RULE, delta_rule, step_in_place
 from fastweight.memory.state import State
 
 
@@ -51,7 +52,19 @@ class DeltaAttention(MemoryMixer):
     def attend(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, around: dict[str, Any]
     ) -> tuple[Float[Tensor, "B T H V"], State | None]:
+        q, k, beta, log_decay = self._given(x, q, k)
+        return delta_rule(q, k, v, beta, log_decay, **around)
+
+    def step_in_place(
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, memory: State, mask: Tensor | None
+    ) -> Float[Tensor, "B 1 H V"]:
+        q, k, beta, log_decay = self._given(x, q, k)
+        log_decay = torch.zeros_like(beta) if log_decay is None else log_decay
+        around = {"log_decay_t": log_decay[:, 0], "mask_t": None if mask is None else mask[:, 0]}
+        return step_in_place(q[:, 0], k[:, 0], v[:, 0], beta[:, 0], None, memory, DELTA_RULE, **around)[:, None]
+
+    def _given(self, x: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """What the op reads beside v: q and k, beta, log_decay."""
         q = l2_normalize(q, self.norm_eps, length=self.key_dim**-0.5)
-        k = l2_normalize(k, self.norm_eps)
-        log_decay = None if self.decay_gate is None else self.decay_gate(x)[1]
-        return delta_rule(q, k, v, self.beta_gate(x).sigmoid(), log_decay, **around)
+        beta = self.beta_gate(x).sigmoid()
+        return q, l2_normalize(k, self.norm_eps), beta, None if self.decay_gate is None else self.decay_gate(x)[1]

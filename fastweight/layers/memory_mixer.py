@@ -130,9 +130,9 @@ class MemoryMixer(nn.Module):
         v: Float[Tensor, "B 1 H V"],
         memory: State,
         mask: Bool[Tensor, "B 1"] | None,
-    ) -> Float[Tensor, "B 1 H V"] | None:
-        """`attend` for one token, the next state in `memory`'s own tensors; None where a layer has no such step."""
-        return None
+    ) -> Float[Tensor, "B 1 H V"]:
+        """`attend` for one token, the next state in `memory`'s own tensors."""
+        raise NotImplementedError
 
     def gated(self, o: Float[Tensor, "B T H V"], x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T H*V"]:
         """What the memory read, normalised per head and gated."""
@@ -168,10 +168,10 @@ class MemoryMixer(nn.Module):
         check_cu_seqlens(cu_seqlens, hidden_states)
         _check_state(state, len(hidden_states) if cu_seqlens is None else len(cu_seqlens) - 1)
         q, k, v, conv = self._qkv(hidden_states, mask, cu_seqlens, None if state is None else state.conv)
-        if overwrite_state and state is not None and cu_seqlens is None and v.shape[1] == 1:
+        steps = self.backend == "auto" and self.form in ("auto", "recurrent")  # what was named is used as it is
+        if steps and overwrite_state and state is not None and cu_seqlens is None and v.shape[1] == 1:
             o = self.step_in_place(hidden_states, q, k, v, state.memory, mask)
-            if o is not None:
-                return self.o_proj(self.gated(o, hidden_states)), LayerState(conv, state.memory)
+            return self.o_proj(self.gated(o, hidden_states)), LayerState(conv, state.memory)
         around = {
             "form": self.form,
             "backend": self.backend,

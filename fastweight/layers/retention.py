@@ -24,7 +24,7 @@ from torch import Tensor
 from fastweight.layers.convolution import document_of
 from fastweight.layers.memory_mixer import MemoryMixer, MemoryOptions
 from fastweight.layers.parts import rotate
-from fastweight.memory.attention import LINEAR_ATTENTION, linear_attention
+from fastweight.memory.attention import LINEAR_ATTENTION, linear_attention, step_in_place
 from fastweight.memory.state import State
 from fastweight.parallel.group import current
 from fastweight.parallel.layout import whole
@@ -76,6 +76,21 @@ class Retention(MemoryMixer):
         log_decay = self.log_decay(x).expand(*v.shape[:3])
         o, memory = linear_attention(q, k, v, log_decay, **around)
         return o, None if memory is None else self._last_frame(memory, count)
+
+    def step_in_place(
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, memory: State, mask: Tensor | None
+    ) -> Float[Tensor, "B 1 H V"]:
+        # Turned back before the token instead of after it, which then stands at position 0.
+        count = torch.ones(len(x), dtype=torch.long, device=x.device) if mask is None else mask[:, 0].long()
+        for part, turned in zip(memory, self._last_frame(memory, count), strict=True):
+            if turned is not part:
+                part.copy_(turned)
+        around = {
+            "log_decay_t": self.log_decay(x).expand(len(x), -1),
+            "mask_t": None if mask is None else mask[:, 0],
+        }
+        token = (q[:, 0] * self.key_dim**-0.5, k[:, 0], v[:, 0], None, None)
+        return step_in_place(*token, memory, LINEAR_ATTENTION, **around)[:, None]
 
     def log_decay(self, like: Tensor) -> Float[Tensor, " H"]:
         """Log of each head's carry, in float32 or better; made where it is used, so no cast and no file holds it."""

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fastweight.layers.memory_mixer import MemoryMixer, MemoryOptions
 from fastweight.layers.parts import DecayGate, HeadSkip, RMSNorm, rms_normalize
-from fastweight.memory.attention import LINEAR_ATTENTION, linear_attention
+from fastweight.memory.attention import LINEAR_ATTENTION, linear_attention, step_in_place
 from fastweight.memory.state import State
 
 
@@ -49,9 +49,22 @@ class StateSpaceMixer(MemoryMixer):
     def attend(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, around: dict[str, Any]
     ) -> tuple[Float[Tensor, "B T H V"], State | None]:
-        dt, log_decay = self.decay_gate(x)
-        o, memory = linear_attention(q, k, (dt[..., None] * v).to(v.dtype), log_decay, **around)
+        written, log_decay = self._given(x, v)
+        o, memory = linear_attention(q, k, written, log_decay, **around)
         return self.skip(o, v), memory
+
+    def step_in_place(
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, memory: State, mask: Tensor | None
+    ) -> Float[Tensor, "B 1 H V"]:
+        written, log_decay = self._given(x, v)
+        around = {"log_decay_t": log_decay[:, 0], "mask_t": None if mask is None else mask[:, 0]}
+        token = (q[:, 0], k[:, 0], written[:, 0], None, None)
+        return self.skip(step_in_place(*token, memory, LINEAR_ATTENTION, **around)[:, None], v)
+
+    def _given(self, x: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """What is written, dt v, and log_decay."""
+        dt, log_decay = self.decay_gate(x)
+        return (dt[..., None] * v).to(v.dtype), log_decay
 
     def gated(self, o: Float[Tensor, "B T H V"], x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T H*V"]:
         o = rearrange(o, "b t h v -> b t (h v)")

@@ -170,12 +170,15 @@ def step_in_place(
     state: State,
     rule: str | Rule,
     *,
+    log_decay_t: Float[Tensor, "B H"] | None = None,
     mask_t: Bool[Tensor, " B"] | None = None,
     tickets: Int[Tensor, " B"] | None = None,
 ) -> Float[Tensor, "B H V"]:
     """`step` for caches and captured CUDA graphs: `state` becomes the next one, its tensors stay where they are.
 
     Args:
+        log_decay_t: for the classes DELTA_RULE and LINEAR_ATTENTION as rules, in the place of lam_t: see `delta_rule`
+            and `linear_attention`; they need one (zeros for no decay), and no other rule may have it.
         tickets: int32 zeros [B] for the decoding kernel, zeros again afterwards; None makes new ones in every call.
         the rest: as in `step`.
 
@@ -184,6 +187,12 @@ def step_in_place(
     """
     rule = rule_of(rule)
     inputs = _one_token(q_t, k_t, v_t, beta_t, lam_t, rule)
+    if (rule in (DELTA_RULE, LINEAR_ATTENTION)) == (log_decay_t is None) or None not in (lam_t, log_decay_t):
+        got = f"lam_t {type(lam_t).__name__}, log_decay_t {type(log_decay_t).__name__}"
+        checks.fail("log_decay_t", f"{got} for the rule {rule.name!r}", "it, alone, for the baselines' rules only")
+    if log_decay_t is not None:
+        inputs = inputs._replace(log_decay=log_decay_t[:, None])
+        checks.check_gate("log_decay_t", inputs.log_decay, inputs.v)
     if not isinstance(state, State):
         checks.fail("state", type(state).__name__, "a State to overwrite")
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*inputs, *state)):
