@@ -9,7 +9,7 @@ import torch
 from test_kernels import (
     DTYPES,
     INTERPRETED,
-    WIDTHS,
+    NUMBERS,
     at,
     case,
     check,
@@ -116,8 +116,7 @@ def test_kernels_interpreted():
 class TestOnDevice:
     pytestmark = gpu
 
-    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-    @pytest.mark.parametrize("widths", WIDTHS, ids=str)
+    @pytest.mark.parametrize(("dtype", "widths"), NUMBERS, ids=str)
     def test_widths_and_dtypes(self, widths, dtype):
         check(case("falcon-2a", shape=(2, 200, 1, 2, *widths), state=True, key=True), dtype, "cuda")
 
