@@ -24,7 +24,7 @@ ADVANCE_REGISTERS = 168  # three
 WALKING = 264  # programs of a walk that an H200 holds at once, two a multiprocessor
 ADVANCING = 396
 TURNS = 4  # that a backward pass is done in, at most
-LARGE = 2**25  # elements of all state gradients; fewer are kept at a time
+LARGE = 2**27  # elements of all state gradients; fewer are kept at once: at half of that turns cost 5 % of the time
 STAGES = 2  # chunks in shared memory: at width 128 that leaves room for a second program, at 64 more was no faster
 
 
