@@ -87,8 +87,11 @@ def _rule_reason(rule: Any, log_decay: Tensor | None, mask: Tensor | None) -> st
         return None
     if rule.window > LONGEST_WINDOW:
         return f"no kernel for windows above {LONGEST_WINDOW}"
-    if mask is not None or log_decay is not None:
-        return "no kernel for a window with a mask or with given log-decays"
+    if mask is not None:
+        # A window counts places, and a masked token reads but takes none: what it reads, no compacted order shows.
+        return "no kernel for a window with a mask: pack the real tokens with cu_seqlens"
+    if log_decay is not None:
+        return "no kernel for a window with given log-decays"
     return None
 
 
