@@ -367,7 +367,7 @@ def test_reasons_name_what_is_missing(monkeypatch):
     q = torch.zeros(1, 2, 1, 16)
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     assert "CUDA" in dispatch.supported(q, q, q, None, None, fw.RULES["falcon-1"])
-    assert "column" in dispatch.supported(q, q, q, q, None, fw.RULES["falcon-2"])
+    assert "log-decays" in dispatch.supported(q, q, q, q, None, fw.RULES["falcon-2"], log_decay=q[..., 0])
     assert "regression" in dispatch.supported(q, q, q, None, None, fw.RULES["falcon-3"])
     mask = torch.ones(1, 2, dtype=torch.bool)
     assert "mask" in dispatch.supported(q, q, q, None, None, fw.RULES["falcon-3a"], mask=mask)

@@ -125,8 +125,8 @@ def _surroundings_reason(k: Tensor, v: Tensor, around: tuple[Tensor | None, ...]
 def _gate_reason(v: Tensor, rule: Any, given: dict[str, Tensor | None]) -> str | None:
     # A beta per head makes all columns equal, whatever the rule: that is the scalar kernels' case.
     beta = given["beta"]
-    if beta is not None and beta.ndim == 4 and (rule.objective == "regression" or given["log_decay"] is not None):
-        return "no kernel for regression with a gain per value column yet"
+    if beta is not None and beta.ndim == 4 and given["log_decay"] is not None:
+        return "no kernel for a gain per value column with given log-decays"
     return _dtype_reason(v, given)
 
 
@@ -200,6 +200,8 @@ def scan(
     regression = rule.objective == "regression"
     if states_are_rebuilt() and not regression:
         raise ValueError(f"rule: got the {rule.objective} objective, expected regression inside rebuilt_states()")
+    if states_are_rebuilt() and beta is not None and beta.ndim == 4:
+        raise ValueError("beta: got one per value column, expected one per head inside rebuilt_states()")
     if mask is not None:
         k, v, beta, gates = (_hide(tensor, ~mask) for tensor in (k, v, beta, gates))
     o, S = op.scan(

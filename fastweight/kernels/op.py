@@ -17,7 +17,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fastweight.kernels import launch, launch_additive, launch_columns, launch_solve, launch_windows
+from fastweight.kernels import (
+    launch,
+    launch_additive,
+    launch_columns,
+    launch_solve,
+    launch_solve_columns,
+    launch_windows,
+)
 from fastweight.kernels.eager import nobody_listens
 
 TENSORS = 10  # that an operator takes before its numbers and flags
@@ -37,6 +44,9 @@ def _forward(
         if regression and window > 1:
             o, state1, step, decay, maps, states = launch_windows.forward(plan, *given)
             return o, state1, step, decay, states, maps, v.new_empty(0)
+        if regression and _by_column(beta):
+            o, state1, step, residual, states = launch_solve_columns.forward(plan, *given)
+            return o, state1, step, step.new_empty(0), states, v.new_empty(0), residual
         if regression:
             o, state1, step, decay, inverse, residual, states = launch_solve.forward(plan, *given)
             return o, state1, step, decay, states, inverse, residual
@@ -69,12 +79,12 @@ def _(q, k, v, beta, lam, state0, key0, has_key, mask, cu_seqlens, *flags):
     return (
         torch.empty_like(v, memory_format=torch.contiguous_format),
         v.new_empty(N, H, K, V, dtype=wide),
-        v.new_empty(H, 0 if column and not save else B * T, dtype=wide),
+        v.new_empty(k.shape[2] if column and regression else H, 0 if column and not save else B * T, dtype=wide),
         v.new_empty(0, dtype=wide) if column else v.new_empty(H, B * T, dtype=wide),
         v.new_empty((N if rebuild else slots) if save else 0, H, K, V),
         launch_windows.empty_maps(v, slots, window)
         if slid
-        else v.new_empty(*((slots, H, 64, 64) if regression else (0,))),
+        else v.new_empty(*((slots, H, 64, 64) if regression and not column else (0,))),
         v.new_empty(B * T if save else 0, H, V) if regression and not slid else v.new_empty(0),
     )
 
@@ -92,6 +102,8 @@ def _backward(
     with launch.device_of(v):
         if regression and window > 1:
             return launch_windows.backward(plan, *given, (inverse, states), want_state)
+        if regression and _by_column(beta):
+            return launch_solve_columns.backward(plan, *given, (step, residual, states), want_state)
         if regression:
             return launch_solve.backward(plan, *given, (step, decay, inverse, residual, states), want_state)
         if _by_column(beta):

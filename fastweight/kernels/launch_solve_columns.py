@@ -1,0 +1,132 @@
+"""Host side of the regression class with a gain per value column: allocates, and launches solve_columns*.py.
+
+Saved for the backward pass: 4 bytes of key energy per token and key head, V elements of residual and K V / 64 of chunk
+states per token and value head. Couplings of neighbouring tokens (128 bytes a token and key head) are made twice.
+"""
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from fastweight.kernels import solve_columns, solve_columns_gradient
+from fastweight.kernels.geometry import Geometry
+from fastweight.kernels.launch import (
+    FEW_PROGRAMS,
+    Gradients,
+    Inputs,
+    Plan,
+    Tile,
+    Walk,
+    precision,
+    start,
+    tables,
+    wide,
+)
+
+UNKNOWN_ONE = 1  # what the kernels must not know to be 1 (solve_columns.py)
+
+
+def column_tile(K: int, V: int, dtype: torch.dtype) -> Tile:
+    """All of K, and a thread for every value column; a state wider than 128 takes the threads of two columns."""
+    BV = 32 if dtype == torch.float32 else 64 if V <= 64 or K > 128 else 128
+    return Tile(wide(K), BV, BV // (32 if K <= 128 else 16), 1)
+
+
+def settings(plan: Plan, given: Inputs) -> dict[str, Any]:
+    """What the kernels take by name."""
+    K, V, dtype = given.q.shape[3], given.v.shape[3], given.v.dtype
+    flags = {"SHIFT": int(plan.shift), "SCALED": plan.scaled, "DIRECT": plan.direct, "BEFORE": plan.before}
+    return {**flags, **given.widths, "V": V, "DOT": precision(dtype), **column_tile(K, V, dtype)._asdict()}
+
+
+def couple(plan: Plan, given: Inputs, cu_seqlens: Tensor | None, energies: Tensor | None, back: bool) -> Tensor:
+    """Products of keys with keys and with queries [KH, tokens, 2, 16] inside blocks of 16; fills the energies."""
+    B, T, KH, K = given.q.shape
+    where = Geometry.of(B, T, cu_seqlens, 16)
+    couplings = torch.empty(KH, where.tokens, 2, 16, dtype=torch.float32, device=given.v.device)
+    if where.slots and KH:
+        start(
+            solve_columns.couple, (where.slots, KH),
+            given.q, given.k, given.key0, given.previous, couplings, energies, *tables(where), KH=KH, K=K,
+            BK=min(wide(K), 128), SHIFT=int(plan.shift), BACK=back, DOT=precision(given.v.dtype), num_warps=1,
+            num_stages=1,
+        )  # fmt: skip
+    return couplings
+
+
+def forward(plan, q, k, v, beta, lam, state0, key0, has_key, mask, cu_seqlens, save):
+    """o, final S, key energies, residuals and chunk states."""
+    given = Inputs.of(plan, q, k, v, beta, lam, key0, has_key, mask)
+    (B, T, H, V), K = v.shape, q.shape[3]
+    where = Geometry.of(B, T, cu_seqlens)
+    o = torch.empty_like(given.v)
+    state1 = torch.empty(where.sequences, H, K, V, dtype=torch.float32, device=v.device)
+    energies = state1.new_empty(q.shape[2], where.tokens)
+    residual = v.new_empty(where.tokens if save else 0, H, V)
+    states = v.new_empty(where.slots if save else 0, H, K, V)
+    couplings = couple(plan, given, cu_seqlens, energies, back=False)
+    named = settings(plan, given)
+    grid = where.sequences * H * triton.cdiv(V, named["BV"])
+    if grid:
+        start(
+            solve_columns.forward, (grid,),
+            *given, couplings, energies, None if state0 is None else state0.contiguous(), o,
+            residual if save else None, states if save else None, state1, *Walk(where, 1, 2**30).arguments,
+            float(plan.eps), float(plan.floor), UNKNOWN_ONE, **named,
+        )  # fmt: skip
+    return o, state1, energies if save else energies.new_empty(q.shape[2], 0), residual, states
+
+
+def backward(plan, d_o, d_state1, q, k, v, beta, lam, key0, has_key, mask, cu_seqlens, saved, want_state):
+    """Gradients of q, k, v, beta, lam, the initial S and the initial key."""
+    energies, residual, states = saved
+    given = Inputs.of(plan, q, k, v, beta, lam, key0, has_key, mask)
+    B, T, H, V = v.shape
+    where = Geometry.of(B, T, cu_seqlens)
+    d_o = d_o.contiguous()
+    out = Gradients(given, where, want_state)
+    couplings = couple(plan, given, cu_seqlens, None, back=True)
+    named = settings(plan, given)
+    steps = float(plan.eps), float(plan.floor), UNKNOWN_ONE
+    common = (given.q, given.k, d_o, given.beta, given.lam, *given[5:], couplings, energies)
+    blocks = triton.cdiv(V, named["BV"])
+    if where.sequences and H:
+        start(
+            solve_columns_gradient.backward_state, (where.sequences * H * blocks,),
+            *common, None if d_state1 is None else d_state1.contiguous(), out.states, out.state0,
+            *Walk(where, 1, 2**30).arguments, *steps, **named,
+        )  # fmt: skip
+    if where.slots and H:
+        _backward_chunk(where, given, common, (residual, states), out, blocks, steps, named)
+    return out.result()
+
+
+def _backward_chunk(where, given, common, saved, out: Gradients, blocks: int, steps, named) -> None:
+    """Everything that is parallel over chunks; what each block of columns gives is summed here."""
+    tasks = where.slots * given.v.shape[2] * blocks
+    programs = min(tasks, 3 * FEW_PROGRAMS)
+    aside = given.v.new_empty(programs, 4, named["BV"], named["BK"])
+    shared = {"q": out.q, "k": out.k, "lam": out.lam, "key0": out.key0}
+    each = {name: _one_per(blocks, name, t) for name, t in shared.items()}
+    start(
+        solve_columns_gradient.backward_chunk, (programs,),
+        *common, *saved, out.states, aside, each["q"], each["k"], out.v, out.beta, each["lam"], each["key0"],
+        *tables(where), where.slots, where.sequences, *steps, **named,
+    )  # fmt: skip
+    for name, tensor in shared.items():
+        if tensor is not None and each[name] is not tensor:
+            torch.sum(each[name], 0, out=tensor) if tensor.dtype == each[name].dtype else tensor.copy_(
+                each[name].sum(0)
+            )
+
+
+def _one_per(blocks: int, name: str, tensor: Tensor | None) -> Tensor | None:
+    """Room for a tensor from each block of columns; gates are summed in float32."""
+    wider = tensor is not None and name == "lam" and tensor.dtype != torch.float32
+    if tensor is None or (blocks == 1 and not wider):
+        return tensor
+    make = torch.zeros if name in ("k", "key0") else torch.empty
+    dtype = torch.float32 if wider else tensor.dtype
+    return make(blocks, *tensor.shape, dtype=dtype, device=tensor.device)
