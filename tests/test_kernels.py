@@ -29,6 +29,7 @@ ALLOWED = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
 
 
 if INTERPRETED:
+    import triton.language as tl
     from triton.runtime import interpreter
 
     _patch = interpreter._patch_lang_tensor
@@ -39,6 +40,17 @@ if INTERPRETED:
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     interpreter._patch_lang_tensor = _patch_and_index
+
+    _patch_all = interpreter._patch_lang
+
+    def _patch_where_needed(fn):
+        """Triton 3.6 turns its whole language into the interpreter's at each call of a device function: once will do."""
+        langs = [lang for lang in fn.__globals__.values() if lang is tl or lang is tl.core]
+        if langs and all(lang.arange.__name__ == "<lambda>" for lang in langs):
+            return interpreter._LangPatchScope()
+        return _patch_all(fn)
+
+    interpreter._patch_lang = _patch_where_needed
 
 
 @dataclass(frozen=True)
