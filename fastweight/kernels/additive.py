@@ -7,9 +7,10 @@ again, and its own. With G the cumulative log2 decay of its steps, F = G or G on
     O = 2^F .* Q S_0 + (Q X^T .* W) Y           S_C = 2^G_C S_0 + X^T (W_C .* Y)           W_C = the last row, F = G_C
 
 gates.py makes w and G, `fold` the sums over R steps that W consists of. `forward` walks the chunks, `backward_state`
-walks them in reverse for the state gradients alone, `backward_token` (one program a chunk) makes all else. A pair that
-two chunks write has its second share of the gradient kept apart and added by `backward_halo`, so that results do not
-depend on the order of programs.
+walks them in reverse for the state gradients alone (hopper_additive.py is faster for some calls), and where sequences
+are walked in pieces `join` finds the states between them. `backward_token` (one program a chunk) makes all else. A pair
+that two chunks write has its second share of the gradient kept apart and added by `backward_halo`, so that results do
+not depend on the order of programs.
 
 Traps: with R = 1 W is D and nothing is shared. Row i of a chunk is its step i, rows below 0 are the pairs before it.
 What a product needs transposed is made the other way round, as in solve.py; no loop is pipelined, as there.
@@ -107,9 +108,9 @@ def forward(
     q, k, v, key0, previous, weight, decay, sums, state0, o, states, state1,
     cu, chunk_start, length, chunks, tokens, segments, per_segment,
     H: tl.constexpr, KH: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    WINDOW: tl.constexpr, SHIFT: tl.constexpr, BEFORE: tl.constexpr, SAVE: tl.constexpr, DOT: tl.constexpr,
+    WINDOW: tl.constexpr, SHIFT: tl.constexpr, BEFORE: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """One segment of one head, BV value columns: o, the final state, and with SAVE the chunk states."""
+    """One segment of one head, BV value columns: the final state, and where given o and the chunk states."""
     STRIDE: tl.constexpr = 65 - WINDOW
     pid = tl.program_id(0)
     blocks: tl.constexpr = (V + BV - 1) // BV
@@ -132,9 +133,7 @@ def forward(
         first = begin + c * STRIDE
         high = size - c * STRIDE
         source, live = source_rows(previous, first, i, -c * STRIDE, high, SHIFT)
-        own = live & (i >= 0)
         x = load_keys(k, key0, previous, source, live, first, i, -c * STRIDE, n, kh, ck, KH, K, SHIFT, BK)
-        qt = load_tile(q, first, i, kh, ck, own, KH, K, BK)
         y = load_tile(v, first, i, h, cv, live, H, V, BV)
         g_read = decay_before(decay, line, first, i, high) if BEFORE else decay_rows(decay, line, first, i, high)
         if high > STRIDE - 1:
@@ -144,13 +143,16 @@ def forward(
         low_S = S.to(x.dtype)
         at_chunk = (lead + c).to(tl.int64) * H + h
         shelf = at_chunk * (64 * (WINDOW + 1))
-        if SAVE:
+        if states is not None:
             tl.store(states + at_chunk * (K * V) + state_at, low_S, mask=in_state)
-        p = tl.dot(qt, tl.trans(x), input_precision=DOT)
-        p *= spread(weight, decay, sums, line + first, shelf, g_read, high, BEFORE, WINDOW)
-        out = tl.dot(qt, low_S, input_precision=DOT) * tl.exp2(g_read)[:, None]
-        out = tl.dot(p.to(x.dtype), y, acc=out, input_precision=DOT)
-        store_tile(o, out, first, i, h, cv, own, H, V, BV)
+        if o is not None:
+            own = live & (i >= 0)
+            qt = load_tile(q, first, i, kh, ck, own, KH, K, BK)
+            p = tl.dot(qt, tl.trans(x), input_precision=DOT)
+            p *= spread(weight, decay, sums, line + first, shelf, g_read, high, BEFORE, WINDOW)
+            out = tl.dot(qt, low_S, input_precision=DOT) * tl.exp2(g_read)[:, None]
+            out = tl.dot(p.to(x.dtype), y, acc=out, input_precision=DOT)
+            store_tile(o, out, first, i, h, cv, own, H, V, BV)
         kept = kept_of(weight, decay, sums, line + first, shelf, g_last, high, WINDOW)
         u = (y.to(tl.float32) * kept[:, None]).to(x.dtype)
         S = tl.dot(tl.trans(x), u, acc=S * tl.exp2(g_last), input_precision=DOT)
@@ -165,7 +167,7 @@ def backward_state(
     H: tl.constexpr, KH: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     WINDOW: tl.constexpr, BEFORE: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """One segment of one head in reverse, BV value columns: the state gradient at every chunk end, and dS_0."""
+    """One segment of one head in reverse, BV value columns: dS_0, and where given the gradient of each chunk's end."""
     STRIDE: tl.constexpr = 65 - WINDOW
     pid = tl.program_id(0)
     blocks: tl.constexpr = (V + BV - 1) // BV
@@ -197,8 +199,37 @@ def backward_state(
         else:
             g_last = tl.load(decay + line + first + high - 1)
         at_chunk = (lead + c).to(tl.int64) * H + h
-        tl.store(d_states + at_chunk * (K * V) + state_at, dS.to(qt.dtype), mask=in_state)
+        if d_states is not None:
+            tl.store(d_states + at_chunk * (K * V) + state_at, dS.to(qt.dtype), mask=in_state)
         read = (do.to(tl.float32) * tl.exp2(g_read)[:, None]).to(qt.dtype)
         dS = tl.dot(tl.trans(qt), read, acc=dS * tl.exp2(g_last), input_precision=DOT)
     if d_state0 is not None:
         tl.store(d_state0 + slot + state_at, dS.to(d_state0.dtype.element_ty), mask=in_state)
+
+
+@triton.jit(do_not_specialize=["length", "chunks", "tokens", "segments", "per_segment"])
+def join(
+    local, decay, outside, found, length, chunks, tokens, segments, per_segment,
+    H: tl.constexpr, SIZE: tl.constexpr, WINDOW: tl.constexpr, REVERSE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """States that segments start from (end at, in reverse), from what each adds to one that its decays leave of it."""
+    n = tl.program_id(0) // H
+    h = tl.program_id(0) % H
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    state = tl.zeros([BLOCK], tl.float64)
+    if outside is not None:
+        state += tl.load(outside + (n.to(tl.int64) * H + h) * SIZE + at, mask=at < SIZE, other=0.0).to(tl.float64)
+    line = h.to(tl.int64) * tokens + n.to(tl.int64) * length
+    lane = tl.arange(0, 128)
+    for turn in range(segments):
+        s = segments - 1 - turn if REVERSE else turn
+        here = ((n * segments + s).to(tl.int64) * H + h) * SIZE + at
+        tl.store(found + here, state.to(tl.float32), mask=at < SIZE)
+        total = tl.zeros([128], tl.float64)
+        stop = tl.minimum((s + 1) * per_segment, chunks)
+        for start in range(s * per_segment, stop, 128):
+            c = start + lane
+            end = tl.minimum((c + 1) * (65 - WINDOW), length) - 1
+            total += tl.load(decay + line + end, mask=c < stop, other=0.0).to(tl.float64)
+        added = tl.load(local + here, mask=at < SIZE, other=0.0).to(tl.float64)
+        state = state * tl.exp2(tl.sum(total, axis=0)) + added

@@ -1,0 +1,73 @@
+"""Host side of hopper_additive.py: pieces, tensor descriptors, launches. launch_hopper says which calls it takes."""
+
+from typing import Any
+
+from torch import Tensor
+
+from fastweight.kernels.geometry import Geometry
+from fastweight.kernels.launch import FEW_PROGRAMS, LEAST_CHUNKS, Inputs, Plan, Walk, start
+from fastweight.kernels.launch_hopper import STAGES, WALKING, blocks, tiles
+
+REVERSE_STAGES = 3  # chunks in shared memory; the walk in reverse holds less of each
+
+
+def walk_of(where: Geometry, given: Inputs) -> Walk:
+    """One piece a sequence where programs fill the device, else as many as it holds at once; few are not worth it."""
+    programs = _programs(given, where.sequences)
+    if programs >= FEW_PROGRAMS or where.chunks < LEAST_CHUNKS:
+        return Walk(where, 1, 2**30)
+    length = -(-where.chunks // min(WALKING // programs, where.chunks // 4))
+    return Walk(where, -(-where.chunks // length), length)
+
+
+def _programs(given: Inputs, pieces: int) -> int:
+    return pieces * given.v.shape[2] * (given.v.shape[3] // 64)
+
+
+def _pieces(walk: Walk, whole: bool) -> int:
+    """Of all sequences; those that nothing follows are left out where only what is handed on is wanted."""
+    return walk.where.sequences * (walk.segments if whole else walk.segments - 1)
+
+
+def _options(plan: Plan, given: Inputs) -> dict[str, Any]:
+    common = {"V": given.v.shape[3], "WINDOW": plan.window, "BEFORE": plan.before, "num_warps": 4}
+    return {**common, **given.widths}
+
+
+def forward(
+    plan: Plan, given: Inputs, walk: Walk, steps: tuple[Tensor, Tensor, Tensor], state0: Tensor | None,
+    o: Tensor | None, state1: Tensor, states: Tensor | None,
+) -> None:  # fmt: skip
+    """Fills state1 [pieces, H, K, V], o and chunk states if given; without o, state1 of all pieces but the last.
+
+    steps: weights and log-decays [H, tokens], and the sums of windows.
+    """
+    from fastweight.kernels import hopper_additive
+
+    K = given.q.shape[3]
+    weight, decay, sums = steps
+    out = o
+    if o is not None and plan.window == 1:
+        out = tiles(o, 64)
+    start(
+        hopper_additive.forward, (_programs(given, _pieces(walk, o is not None)),),
+        tiles(given.k, K), tiles(given.q, K), tiles(given.v, 64), out, None if states is None else blocks(states, K),
+        weight, decay, sums if plan.window > 1 else None, None if state0 is None else state0.contiguous(), state1,
+        *walk.arguments[2:], SHIFT=int(plan.shift), STAGES=STAGES, **_options(plan, given),
+    )  # fmt: skip
+
+
+def backward_state(
+    plan: Plan, given: Inputs, walk: Walk, decay: Tensor, d_o: Tensor, d_end: Tensor | None, d_start: Tensor | None,
+    d_states: Tensor | None,
+) -> None:  # fmt: skip
+    """Fills d_start and the chunks' state gradients if given; without these, d_start of all pieces but the first."""
+    from fastweight.kernels import hopper_additive
+
+    K = given.q.shape[3]
+    start(
+        hopper_additive.backward_state, (_programs(given, _pieces(walk, d_states is not None)),),
+        tiles(given.q, K), tiles(d_o, 64), None if d_states is None else blocks(d_states, K), decay,
+        None if d_end is None else d_end.contiguous(), d_start, *walk.arguments[2:], STAGES=REVERSE_STAGES,
+        **_options(plan, given),
+    )  # fmt: skip
