@@ -5,31 +5,37 @@ of all ranks together is the loss of one process, so gradients of this rank's to
 gradients of what all ranks hold must add up to them.
 """
 
-import os
-import socket
+import importlib
 import sys
 import traceback
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from rich.console import Console
 
 import fastweight as fw
+from fastweight.kernels import launch_solve
+from fastweight.kernels.launch import Walk
 from fastweight.models.cache import CACHE_NAME
-from fastweight.parallel import context_parallel
+from fastweight.parallel import context_parallel, scan
+from fastweight.training import train
 from tests.conftest import assert_close
-from tests.lm_runs import finish, forked
+from tests.lm_runs import finish, processes, run_of, write_data
 
 HEADS = (2, 4)  # of keys and of values
 WIDTHS = (5, 3)
 
 
-def problem(rule: fw.Rule, B: int, T: int, rows: int, dtype: torch.dtype, seed: int = 0) -> dict[str, Any]:
+def problem(
+    rule: fw.Rule, B: int, T: int, rows: int, dtype: torch.dtype, heads: tuple[int, int], seed: int = 0
+) -> dict[str, Any]:
     """Inputs and weights of a loss, the state of `rows` sequences that have seen something."""
     rng = torch.Generator().manual_seed(seed)
-    (Hk, H), (K, V) = HEADS, WIDTHS
+    (Hk, H), (K, V) = heads, WIDTHS
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=rng, dtype=torch.float64).to(dtype)
@@ -59,42 +65,54 @@ def losses(o, state, w_o, w_S, share: int) -> torch.Tensor:
 
 
 def compare(
-    label: str, rule: fw.Rule, dtype: torch.dtype, B: int, T: int, cu=None, mask=None, state=True, **how
+    label: str,
+    rule: fw.Rule,
+    dtype: torch.dtype,
+    B: int,
+    T: int,
+    cu=None,
+    mask=None,
+    state=True,
+    heads=HEADS,
+    here="torch",
 ) -> None:
-    """One call on all ranks against the same call here."""
+    """One call on all ranks, on backend `here`, against the same call on one."""
     size, rank = dist.get_world_size(), dist.get_rank()
     rows = B if cu is None else len(cu) - 1
-    given = problem(rule, B, T * size, rows, dtype)
-    here = slice(rank * T, (rank + 1) * T)
+    given = problem(rule, B, T * size, rows, dtype, heads)
+    mine = slice(rank * T, (rank + 1) * T)
 
-    def run(tokens, share: int, mask):
+    def run(tokens, share: int, mask, backend: str):
         tokens, begun = leaves(tokens), leaves(given["state"]._asdict()) if state else None
         start = None if begun is None else fw.State(**begun)
         o, final = fw.fast_weight_attention(
-            **tokens, rule=rule, initial_state=start, output_final_state=True, cu_seqlens=cu, mask=mask, **how
+            **tokens, rule=rule, initial_state=start, output_final_state=True, cu_seqlens=cu, mask=mask, backend=backend
         )
-        w_o = given["w_o"] if share == 1 else given["w_o"][:, here]
+        w_o = given["w_o"] if share == 1 else given["w_o"][:, mine]
         losses(o, final, w_o, given["w_S"], share).backward()
         grads = {name: t.grad for name, t in (tokens | (begun or {})).items() if t.is_floating_point()}
         return o, final, grads
 
-    o, final, grads = run(given["tokens"], 1, mask)
+    o, final, grads = run(given["tokens"], 1, mask, "torch")
     with context_parallel():
         part = run(
-            {name: t[:, here] for name, t in given["tokens"].items()}, size, None if mask is None else mask[:, here]
+            {name: t[:, mine] for name, t in given["tokens"].items()},
+            size,
+            None if mask is None else mask[:, mine],
+            here,
         )
-    assert_close(part[0], o[:, here], dtype, "forward", f"{label} o")
-    for name, mine, whole in zip(fw.State._fields, part[1], final, strict=True):
-        assert_close(mine, whole, dtype, "state", f"{label} state.{name}")
+    assert_close(part[0], o[:, mine], dtype, "forward", f"{label} o")
+    for name, ended, whole in zip(fw.State._fields, part[1], final, strict=True):
+        assert_close(ended, whole, dtype, "state", f"{label} state.{name}")
     for name, whole in grads.items():
-        mine = part[2][name]
-        mine = torch.zeros_like(whole) if mine is None else mine
-        whole = torch.zeros_like(mine) if whole is None else whole
+        found = part[2][name]
+        found = torch.zeros_like(whole) if found is None else found
+        whole = torch.zeros_like(found) if whole is None else whole
         if name in given["tokens"]:
-            whole = whole[:, here]
+            whole = whole[:, mine]
         else:
-            dist.all_reduce(mine)
-        assert_close(mine, whole, dtype, "gradient", f"{label} d{name}")
+            dist.all_reduce(found)
+        assert_close(found, whole, dtype, "gradient", f"{label} d{name}")
 
 
 def op(rank: int, size: int) -> None:
@@ -182,27 +200,48 @@ def compare_models(mixer: str, B: int, cu_seqlens=None, padded: bool = False, ch
             assert_close(tensor, expected[name], torch.float32, "state", f"{mixer} cached {name}")
 
 
-PARTS = {"op": op, "model": model}
+def kernels(rank: int, size: int) -> None:
+    """The exchange inside the kernels, in Triton's interpreter, with two pieces on each rank."""
+    importlib.import_module("tests.test_kernels")  # mends what the interpreter lacks
+    taken: list[bool] = []
+    fits, engine = scan.fits, launch_solve._engine
+    scan.fits = lambda *call: taken.append(fits(*call)) or taken[-1]
+    launch_solve._engine = lambda given, where: (engine(given, where)[0], Walk(where, 3, 1))
+    one_head = (1, 1)
+    compare("kernels", fw.RULES["falcon-1"], torch.float32, B=1, T=70, heads=one_head, here="triton")
+    assert taken == [True], taken
+
+
+PARTS = {"op": op, "model": model, "kernels": kernels}
+
+
+def training(directory: Path) -> None:
+    """Two steps of `train` by one process, and by two that share each sequence; with documents too."""
+    data = write_data(directory / "data")
+    for packing in ("contiguous", "documents"):
+        for ranks in (1, 2):
+            changes = {
+                "task": {"packing": packing},
+                "training": {"steps": 2, "micro_batch_size": 4, "log_every": 1, "validate_every": 2},
+                "engine": {"context_parallel": ranks},
+            }
+            run, out = run_of(data, **changes), directory / f"{packing}-{ranks}"
+            finish(processes(lambda run=run, out=out: train(run, out, console=Console(quiet=True)), ranks))
 
 
 def main(part: str, size: int) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
-
-    def one(rank: int) -> None:
+    def one() -> None:
         torch.set_num_threads(1)
-        dist.init_process_group("gloo", rank=rank, world_size=size)
+        dist.init_process_group("gloo")
         try:
-            PARTS[part](rank, size)
+            PARTS[part](dist.get_rank(), size)
         except Exception:
             traceback.print_exc()
             raise
         dist.destroy_process_group()
 
-    finish([forked(lambda rank=rank: one(rank)) for rank in range(size)])
+    finish(processes(one, size))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    training(Path(sys.argv[2])) if sys.argv[1] == "training" else main(sys.argv[1], int(sys.argv[2]))

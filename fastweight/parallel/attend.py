@@ -25,6 +25,7 @@ from fastweight.memory.maps import ChunkMap
 from fastweight.memory.rules import Rule
 from fastweight.memory.state import State
 from fastweight.memory.writes import pair
+from fastweight.parallel import scan
 from fastweight.parallel.group import Place, gather, receive, send, tie
 from fastweight.parallel.layout import Layout, joined, last_real
 
@@ -72,17 +73,26 @@ def attend(inputs: Inputs, call: Any, around: Around, output_final_state: bool, 
         inputs, call, around._replace(initial_state=state), place, Layout.of(place, rows, v.shape[1], cu), run,
         _anchor(*inputs, *state),
     )  # fmt: skip
-    boundary, tails = _boundary(here)
-    if call.rule.gain == "column" and call.rule.objective == "regression":
-        o, states, received = _in_turns(here, boundary)
-    else:
-        o, states, received = _through_maps(here, boundary)
-    received += tails
-    if not output_final_state:
-        return tie((o,), received)[0], None
-    final, gathered = _final(here, states)
-    o, *parts = tie((o, *final), (*received, *gathered))
+    with torch.autocast(v.device.type, enabled=False):
+        o, states, received = _computed(here)
+        if not output_final_state:
+            return tie((o,), received)[0], None
+        final, gathered = _final(here, states)
+        o, *parts = tie((o, *final), (*received, *gathered))
     return o, State(*parts)
+
+
+def _computed(here: _Here) -> tuple[Tensor, dict[int, State], tuple[Tensor, ...]]:
+    """Outputs, the states of rows that end or stand here, and what was received."""
+    if scan.fits(here.inputs, here.call, here.around):
+        begun = here.around.initial_state
+        assert isinstance(begun, State), "made by the caller"
+        o, state, received = scan.scan(here.inputs, here.rule, begun, here.place, here.anchor)
+        return o, {0: state}, received
+    boundary, tails = _boundary(here)
+    alone = here.rule.gain == "column" and here.rule.objective == "regression"
+    o, states, received = (_in_turns if alone else _through_maps)(here, boundary)
+    return o, states, received + tails
 
 
 def _whole_state(inputs: Inputs, rule: Rule, given: State | Tensor | None, rows: int) -> State:

@@ -95,6 +95,16 @@ def gather(place: Place, anchor: Tensor | None, *tensors: Tensor) -> tuple[Tenso
     return _Gather.apply(place, anchor, *tensors)  # type: ignore[return-value]
 
 
+def gather_now(place: Place, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """`gather` without gradients."""
+    message = _bytes(tensors)
+    place.traffic.add((place.size - 1) * message.numel())
+    parts = [torch.empty_like(message) for _ in range(place.size)]
+    dist.all_gather(parts, message, group=place.group)
+    by_rank = [_tensors(part, tensors) for part in parts]
+    return tuple(torch.stack(same) for same in zip(*by_rank, strict=True))
+
+
 def send(place: Place, tensor: Tensor, output: Tensor) -> Tensor:
     """Hands `tensor` to the next rank. Its gradient is awaited when that of `output`, which comes back, goes on."""
     return _Send.apply(place, tensor, output)  # type: ignore[return-value]
@@ -114,12 +124,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx, place, anchor, *tensors):
         ctx.place, ctx.likes = place, [(t.shape, t.dtype, t.device) for t in tensors]
-        message = _bytes(tensors)
-        place.traffic.add((place.size - 1) * message.numel())
-        parts = [torch.empty_like(message) for _ in range(place.size)]
-        dist.all_gather(parts, message, group=place.group)
-        by_rank = [_tensors(part, tensors) for part in parts]
-        gathered = tuple(torch.stack(same) for same in zip(*by_rank, strict=True))
+        gathered = gather_now(place, *tensors)
         ctx.mark_non_differentiable(*(t for t in gathered if not t.is_floating_point()))
         return gathered
 
