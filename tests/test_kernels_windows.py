@@ -77,8 +77,10 @@ def close(actual, expected, dtype, kind, name):
     assert error <= ALLOWED[dtype] * scale, f"{name}: relative error {float(error / scale):.3g}"
 
 
-def check(device, dtype, *, T=11, options=None, earlier=6, cuts=None, gates=True, shape=(2, 1, 1), width=16):
-    rule = fw.RULES["falcon-3a"].replace(**(options or {}))
+def check(
+    device, dtype, *, rule="falcon-3a", T=11, options=None, earlier=6, cuts=None, gates=True, shape=(2, 1, 1), width=16
+):
+    rule = fw.RULES[rule].replace(**(options or {}))
     N = shape[0] if cuts is None else len(cuts) - 1
     inputs = draw(device, dtype, T, shape, width, cuts, gates)
     state = earlier_state(rule, earlier, device, dtype, shape, width, N)

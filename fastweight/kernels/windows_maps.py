@@ -27,7 +27,7 @@ import triton.language as tl
 from fastweight.kernels.gates import load_head, step_log_decay, step_sizes
 from fastweight.kernels.tiles import chunk_span, decay_rows, has_pair, load_keys, load_tile, source_rows
 
-SQUARINGS = tl.constexpr(20)
+SQUARINGS = tl.constexpr(19)
 ENERGY = tl.constexpr(0)  # places in `facts`
 COUNT = tl.constexpr(1)
 CARRY = tl.constexpr(2)
@@ -61,8 +61,9 @@ def window_count(has_key, unmasked, first, t, low, high, n, WINDOW: tl.constexpr
 
 @triton.jit
 def _square(m, R: tl.constexpr):
-    """M M of symmetric matrices given by their lower triangles, row by row, entries of any shape."""
+    """M M over its trace (0 if that is 0) of symmetric matrices given by their lower triangles, row by row."""
     out = ()
+    trace = tl.zeros_like(m[0])
     for i in tl.static_range(R):
         for j in tl.static_range(i + 1):
             total = m[i * (i + 1) // 2] * m[j * (j + 1) // 2]
@@ -73,38 +74,33 @@ def _square(m, R: tl.constexpr):
             for k in tl.static_range(i + 1, R):
                 total += m[k * (k + 1) // 2 + i] * m[k * (k + 1) // 2 + j]
             out = out + (total,)
-    return out
-
-
-@triton.jit
-def _trace(m, R: tl.constexpr):
-    total = m[0]
-    for i in tl.static_range(1, R):
-        total += m[i * (i + 1) // 2 + i]
-    return total
-
-
-@triton.jit
-def _scale(m, factor, R: tl.constexpr):
-    out = ()
+            if i == j:
+                trace += total
+    scale = 1 / tl.where(trace > 0, trace, 1.0)
+    scaled = ()
     for p in tl.static_range(R * (R + 1) // 2):
-        out = out + (m[p] * factor,)
-    return out
+        scaled = scaled + (out[p] * scale,)
+    return scaled
 
 
 @triton.jit
 def top_eigenvector(m, R: tl.constexpr):
     """Largest eigenvalue of positive semidefinite matrices (see `_square`), and a tuple: a unit eigenvector of it.
 
-    The Rayleigh quotient of the 2^20-th power, whose columns lie in the top eigenspace. Eigenvalues that it has not
-    separated lie within R 2^-22 of each other. A zero matrix has the vector 0, for which no gradient passes.
+    The Rayleigh quotient of the 2^19-th power, whose columns lie in the top eigenspace. Eigenvalues that it has not
+    separated lie within R 2^-20 of each other, which is the error.
+    A zero matrix has the vector 0, for which no gradient passes.
     """
-    total = _trace(m, R)
-    m = _scale(m, 1 / tl.where(total > 0, total, 1.0), R)
-    power = m
+    total = m[0]
+    for i in tl.static_range(1, R):
+        total += m[i * (i + 1) // 2 + i]
+    scale = 1 / tl.where(total > 0, total, 1.0)
+    power = ()
+    for p in tl.static_range(R * (R + 1) // 2):
+        power = power + (m[p] * scale,)
+    m = power
     for _ in range(SQUARINGS):
         power = _square(power, R)
-        power = _scale(power, 1 / tl.maximum(_trace(power, R), 1e-30), R)
     value = tl.zeros_like(total)
     for i in tl.static_range(R):
         for j in tl.static_range(i + 1):
@@ -184,15 +180,6 @@ def measure(
         tl.store(shelf + (VECTOR + a) * tokens, vector[a], mask=own)
 
 
-@triton.jit
-def _met(matrix, t, old, PAIRS: tl.constexpr, A: tl.constexpr, WINDOW: tl.constexpr):
-    """sum_b Gram(t + A, t + b) old_b over a window."""
-    total = tl.load(matrix + (t + A) * PAIRS + t) * old[0]
-    for b in tl.static_range(1, WINDOW):
-        total += tl.load(matrix + (t + A) * PAIRS + t + b) * old[b]
-    return total
-
-
 @triton.jit(do_not_specialize=["length", "chunks", "tokens"])
 def forward_maps(
     gram, reads, weight, facts, read_map, write_map, row_map, cu, chunk_seq, chunk_start, length, chunks, tokens,
@@ -253,7 +240,10 @@ def forward_maps(
             enter -= tl.load(matrix + new * PAIRS + t + a, mask=some, other=0.0) * wrote[a]
             # y = W + F
             target = tl.where((c == t + a) | (c == PAIRS + t + a), 1 - carry, 0.0)
-            stay = stay + (carry * window[a] + target - w * _met(matrix, t, window, PAIRS, a, WINDOW),)
+            met = tl.load(matrix + (t + a) * PAIRS + t) * window[0]
+            for b in tl.static_range(1, WINDOW):
+                met += tl.load(matrix + (t + a) * PAIRS + t + b) * window[b]
+            stay = stay + (carry * window[a] + target - w * met,)
         window = stay + (enter,)
         live = wrote[1:] + (zero,)
     if row_map is None:
@@ -330,7 +320,10 @@ def backward_maps(
         for a in tl.static_range(WINDOW - 1):
             enter += tl.load(matrix + (t - 1) * PAIRS + t + a, mask=some, other=0.0) * wrote[a]
             pull = tl.where(c == reader, tl.load(seen + reader * PAIRS + t + a, mask=some, other=0.0), 0.0)
-            stay = stay + (carry * window[a] + pull - w * _met(matrix, t, window, PAIRS, a, WINDOW),)
+            met = tl.load(matrix + (t + a) * PAIRS + t) * window[0]
+            for b in tl.static_range(1, WINDOW):
+                met += tl.load(matrix + (t + a) * PAIRS + t + b) * window[b]
+            stay = stay + (carry * window[a] + pull - w * met,)
         window = (enter,) + stay
         live = (zero,) + wrote[: WINDOW - 1]
     for i in range(TOKENS * WINDOW, ROWS):
