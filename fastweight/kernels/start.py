@@ -19,14 +19,15 @@ def _kinds(arguments: tuple[Any, ...]) -> list[Any]:
     """What Triton may compile differently for, argument by argument; in one loop because calls add up."""
     found: list[Any] = []
     for argument in arguments:
-        if isinstance(argument, Tensor):
+        kind = type(argument)
+        if kind is Tensor or (kind is not int and isinstance(argument, Tensor)):
             found += (argument.dtype, argument.data_ptr() % 16)
-        elif argument is None or isinstance(argument, float):
-            found.append(type(argument))
-        elif isinstance(argument, int):
-            found.append((argument == 1, argument % 16 == 0, argument.bit_length() > 31))
+        elif argument is None or kind is float:
+            found += (kind,)
+        elif kind is int or kind is bool:
+            found += ((argument == 1, argument % 16 == 0, argument.bit_length() > 31),)
         else:
-            found.append((argument.base.dtype, *argument.block_shape))
+            found += ((argument.base.dtype, *argument.block_shape),)
     return found
 
 
