@@ -31,9 +31,10 @@ check: setup
 bench: setup
 	$(BIN)/python -m benchmarks.cpu
 
-# On the GPU machine, with whatever torch and Triton are installed there.
+# On the GPU machine, with whatever torch and Triton are installed there. Compiling takes most of the time, so many processes
+# at once where pytest-xdist is installed.
 gpu:
-	$(PYTHON) -m pytest -m gpu
+	$(PYTHON) -m pytest -m gpu $(shell $(PYTHON) -c "import importlib.util as u; print('-n 14 --dist worksteal' if u.find_spec('xdist') else '')")
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
