@@ -77,7 +77,9 @@ def _describe(recipe: str, overrides: list[str]) -> None:
 def _longest_sequence(run: "Run") -> int:
     """Tokens of the longest training sequence; a sum of n digits takes 3 n + 3."""
     task = run.task
-    return task.sequence_length if task.kind == "text" else 3 * task.train_widths[1] + 3
+    if task.kind == "addition":
+        return 3 * task.train_widths[1] + 3
+    return task.sequence_length if task.kind == "text" else task.longest
 
 
 def _machine() -> None:

@@ -17,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fastweight.layers.memory_mixer import LayerState, MemoryMixer
-from fastweight.layers.parts import FEATURE_MAPS, QK_NORMS, Gate, feature_energy, rms_normalize
+from fastweight.layers.parts import FEATURE_MAPS, QK_NORMS, Gate, feature_energy, largest_gain, rms_normalize
 from fastweight.memory.attention import fast_weight_attention, step_in_place
 from fastweight.memory.rules import Rule, rule_of
 from fastweight.memory.state import State
@@ -30,10 +30,11 @@ SHORTEST_MEMORY, LONGEST_MEMORY = 16, 1024  # tokens: 1 / (1 - carry) of the fir
 class FastWeightAttention(MemoryMixer):
     """Fast-weight attention as a layer, in the place of softmax self-attention.
 
-    Gates. beta = 2 sigmoid(.) in (0, 2) for step "normalized"; eta = eta_max sigmoid(.) for step "direct", where
-    eta_max = 2 / (E + lambda_max) and E is the largest |phi(k)|^2 the features can have (K after rms, 1 after l2), so
-    that eta (E + lambda) < 2: no regression rule can diverge, windows included, since mu <= E. One eta per head, or one
-    per value column for the column rules. lam = lambda_scale sigmoid(.): lambda, or lambda-bar for ridge "scaled".
+    Gates. beta = max_gain sigmoid(.), in (0, 2) by default, for step "normalized"; eta = eta_max sigmoid(.) for step
+    "direct", where eta_max = max_gain / (E + lambda_max) and E is the largest |phi(k)|^2 the features can have (K after
+    rms, 1 after l2), so that eta (E + lambda) < 2: no regression rule can diverge, windows included, since mu <= E.
+    One eta per head, or one per value column for the column rules. lam = lambda_scale sigmoid(.): lambda, or
+    lambda-bar for ridge "scaled".
 
     At step 0. Gate weights are small, so the biases decide. The step gate is at its midpoint, where sigmoid learns
     fastest: beta = 1 (a regression rule then stores the pair exactly: the largest guaranteed descent), or
@@ -52,6 +53,7 @@ class FastWeightAttention(MemoryMixer):
         conv_width: taps of the short convolution on q, k, v, which ends in a silu; 0 leaves both out.
         lambda_scale: largest lam; None means 1 for ridge "scaled" and E for "absolute", which both let a head forget
             half of its memory in one step at beta = 1.
+        max_gain: largest beta, or eta (E + lambda), at most 2; None means 2. At most 1, no step goes past its target.
         output_gate: whether silu(x W) multiplies the normalised read.
         value_norm: whether v is RMS-normalised per head.
         norm_eps: of the norms.
@@ -71,6 +73,7 @@ class FastWeightAttention(MemoryMixer):
         feature_map: str = "identity",
         conv_width: int = 4,
         lambda_scale: float | None = None,
+        max_gain: float | None = None,
         output_gate: bool = True,
         value_norm: bool = False,
         norm_eps: float = 1e-6,
@@ -96,7 +99,9 @@ class FastWeightAttention(MemoryMixer):
         energy = feature_energy(qk_norm, feature_map, self.key_dim)
         scaled = self.rule.ridge == "scaled"
         self.lambda_scale = lambda_scale if lambda_scale is not None else 1.0 if scaled else energy
-        self.step_scale = 2.0 if self.rule.step == "normalized" else 2 / (energy + self._lambda(energy, 1.0))
+        self.max_gain = largest_gain(max_gain, 2.0)
+        direct = self.rule.step == "direct"
+        self.step_scale = self.max_gain / (energy + self._lambda(energy, 1.0)) if direct else self.max_gain
         column = self.rule.gain == "column"
         self.step_gate = Gate(hidden_size, [0.0] * (num_heads * self.value_dim if column else num_heads))
         self.lam_gate = Gate(hidden_size, self._initial_lam_logits(energy))
@@ -112,9 +117,9 @@ class FastWeightAttention(MemoryMixer):
         for head in range(self.num_heads):
             place = head / (self.num_heads - 1) if self.num_heads > 1 else 0.5
             decay = 1 / (SHORTEST_MEMORY * (LONGEST_MEMORY / SHORTEST_MEMORY) ** place)
-            # decay = eta lambda, with eta = 1 / (E + lambda) when normalised and beta = 1.
-            direct = self.rule.step == "direct"
-            lam = decay / (self.step_scale / 2) if direct else decay * energy / (1 - decay)
+            # decay = eta lambda, with eta = beta / (E + lambda) when normalised, and beta half of its largest.
+            step = self.step_scale / 2
+            lam = decay / step if self.rule.step == "direct" else decay * energy / (step - decay)
             fraction = min(lam / self._lambda(energy, 1.0), 0.5)
             logits.append(math.log(fraction / (1 - fraction)))
         return logits

@@ -1,6 +1,6 @@
 """DeltaNet and Gated DeltaNet as layers: the delta rule with keys of length 1, without or with a decay of its own.
 
-    q, k = l2(q) / sqrt(K), l2(k);   beta = sigmoid(x W_beta + b_beta) in (0, 1)
+    q, k = l2(q) / sqrt(K), l2(k);   beta = max_gain sigmoid(x W_beta + b_beta), in (0, 1) by default
     S_t = exp(log_decay_t) S_{t-1};   S_t += k_t (beta_t (v_t - S_t^T k_t))^T;   o_t = S_t^T q_t
     log_decay = -exp(A_log) softplus(x W_dt + b_dt)             Gated DeltaNet only
 
@@ -17,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fastweight.layers.memory_mixer import MemoryMixer, MemoryOptions
-from fastweight.layers.parts import DecayGate, Gate, l2_normalize
+from fastweight.layers.parts import DecayGate, Gate, l2_normalize, largest_gain
 from fastweight.memory.attention import DELTA_RULE, delta_rule, step_in_place
 from fastweight.memory.state import State
 
@@ -30,6 +30,7 @@ class DeltaAttention(MemoryMixer):
         num_heads: number H of value heads.
         decay: whether the memory forgets (Gated DeltaNet) or only overwrites (DeltaNet).
         output_gate: whether silu(x W) multiplies the normalised read; None means: as `decay`.
+        max_gain: largest beta, at most 2; None means 1. Above 1 a carry along a key can turn negative.
         options: see `MemoryOptions`; as many key heads as value heads by default.
     """
 
@@ -42,9 +43,11 @@ class DeltaAttention(MemoryMixer):
         *,
         decay: bool,
         output_gate: bool | None = None,
+        max_gain: float | None = None,
         **options: Unpack[MemoryOptions],
     ):
         super().__init__(hidden_size, num_heads, **options)
+        self.max_gain = largest_gain(max_gain, 1.0)
         self.beta_gate = Gate(hidden_size, [0.0] * num_heads)
         self.decay_gate = DecayGate(hidden_size, num_heads) if decay else None
         self.add_output(decay if output_gate is None else output_gate)
@@ -66,5 +69,5 @@ class DeltaAttention(MemoryMixer):
     def _given(self, x: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """What the op reads beside v: q and k, beta, log_decay."""
         q = l2_normalize(q, self.norm_eps, length=self.key_dim**-0.5)
-        beta = self.beta_gate(x).sigmoid()
+        beta = self.max_gain * self.beta_gate(x).sigmoid()
         return q, l2_normalize(k, self.norm_eps), beta, None if self.decay_gate is None else self.decay_gate(x)[1]

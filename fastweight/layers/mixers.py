@@ -51,6 +51,7 @@ def _fast_weight(config: Any, layer: int, name: str) -> nn.Module:
         qk_norm=config.qk_norm,
         feature_map=config.feature_map,
         lambda_scale=config.lambda_scale,
+        max_gain=config.max_gain,
         output_gate=config.output_gate,
         value_norm=config.value_norm,
         **_options(config),
@@ -58,7 +59,9 @@ def _fast_weight(config: Any, layer: int, name: str) -> nn.Module:
 
 
 def _delta(config: Any, layer: int, decay: bool) -> nn.Module:
-    return DeltaAttention(config.hidden_size, config.num_attention_heads, decay=decay, **_options(config))
+    return DeltaAttention(
+        config.hidden_size, config.num_attention_heads, decay=decay, max_gain=config.max_gain, **_options(config)
+    )
 
 
 def _retention(config: Any, layer: int) -> nn.Module:

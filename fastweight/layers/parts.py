@@ -48,6 +48,13 @@ def feature_energy(qk_norm: str, feature_map: str, width: int) -> float:
     return (energy**0.5 + width**0.5) ** 2 if feature_map == "elu+1" else energy
 
 
+def largest_gain(asked: float | None, usual: float) -> float:
+    """The largest dimensionless gain of a layer, `usual` for None; ValueError outside (1/8, 2]."""
+    if asked is not None and not 0.125 < asked <= 2:
+        raise ValueError(f"max_gain: got {asked}, expected more than 1/8 and at most 2")
+    return usual if asked is None else float(asked)
+
+
 class RMSNorm(nn.Module):
     """RMSNorm over the last axis with a learned scale, which carries no weight decay."""
 

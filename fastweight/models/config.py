@@ -32,6 +32,7 @@ class FastWeightConfig(PreTrainedConfig):
         qk_norm: "rms" or "l2". feature_map: "identity", "elu+1" or "relu".
         conv_width: taps of the short convolution of every memory; 0 for none.
         lambda_scale: largest lambda (lambda-bar for ridge "scaled"); None: see `FastWeightAttention`.
+        max_gain: largest gain beta of the rules (None: 2) and of the delta rules (None: 1); others have none.
         output_gate, value_norm: of the rules, see `FastWeightAttention`; the baselines are gated as published.
         retention_decay: decays of retnet, "retnet" or "lightning" (see `Retention`).
         form, backend, chunk_size: how the op computes; passed through.
@@ -67,6 +68,7 @@ class FastWeightConfig(PreTrainedConfig):
     feature_map: str = "identity"
     conv_width: int = 4
     lambda_scale: float | None = None
+    max_gain: float | None = None
     output_gate: bool = True
     value_norm: bool = False
     retention_decay: str = "retnet"

@@ -29,6 +29,7 @@ FREE_SETTINGS = (
     "run.training.keep_checkpoints",
     "run.training.validate_every",
     "run.task.test_widths",
+    "run.task.test_sizes",
     "run.task.test_problems",
     "run.task.validation_problems",
     "run.task.test_seed",

@@ -1,11 +1,13 @@
 """The shape of a recipe: nested records with checks, so that a wrong setting fails before anything is trained.
 
 Widths are digits per summand, lengths are tokens, steps are optimizer steps, batch_size counts sequences (problems of
-the addition task) per step over all devices. `task` is one of two records, told apart by its `kind`.
+drawn tasks) per step over all devices. `task` is one of four records, told apart by its `kind`.
 """
 
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
+
+from fastweight.recipes.synthetic import RecallTask, TrackingTask
 
 
 def _require(ok: bool, name: str, got: object, expected: str) -> None:
@@ -182,13 +184,13 @@ class Run:
     Fields:
         name: of the recipe.
         about: one sentence for people.
-        task: of kind "addition" or "text".
+        task: of kind "addition", "text", "mqar" or "tracking".
         model: keywords of FastWeightConfig; vocab_size follows from the task unless a text recipe names it.
     """
 
     name: str
     about: str = ""
-    task: AdditionTask | TextTask = field(default_factory=AdditionTask)
+    task: AdditionTask | TextTask | RecallTask | TrackingTask = field(default_factory=AdditionTask)
     model: dict[str, Any] = field(default_factory=dict)
     optimizer: Optimizer = field(default_factory=Optimizer)
     training: Training = field(default_factory=Training)

@@ -14,7 +14,6 @@ shorter problems are padded on the right, which needs no attention mask because 
 are IGNORE. There are only 100 problems of width 1, so "held out" there means a different draw, not unseen pairs.
 """
 
-import hashlib
 from typing import Literal, NamedTuple
 
 import torch
@@ -23,10 +22,11 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from fastweight.tasks.problems import IGNORE, generator_for
+
 CHARACTERS = "0123456789+="
 PLUS, EQUALS, PAD = 10, 11, 12
 VOCAB_SIZE = 13
-IGNORE = -100
 
 Layout = Literal["mixed", "single"]
 
@@ -106,12 +106,6 @@ def draw(widths: Int[Tensor, "B"], generator: torch.Generator) -> AdditionBatch:
     used: Bool[Tensor, "B N"] = torch.arange(most) >= most - rearrange(widths, "b -> b 1")
     a, b = digits * used
     return problems(a, b, widths)
-
-
-def generator_for(seed: int, stream: str, index: int) -> torch.Generator:
-    """A fresh generator that is a pure function of (seed, stream, index); a stream is one purpose, as "test"."""
-    key = hashlib.blake2b(f"{seed}/{stream}/{index}".encode(), digest_size=8).digest()
-    return torch.Generator().manual_seed(int.from_bytes(key, "big") >> 1)
 
 
 def held_out(width: int, count: int, seed: int, stream: str = "test") -> AdditionBatch:

@@ -1,4 +1,4 @@
-"""Scores of a causal LM on addition: problems of one width into exact match and token accuracy.
+"""Scores of a causal LM on problems of one size: exact match and token accuracy; for addition, generated answers too.
 
 Three figures for a width: `exact`, the share of problems whose whole answer is right when every digit is predicted
 from the true digits before it (teacher-forced, the paper's measure); `token`, the share of answer digits right under
@@ -58,11 +58,11 @@ def split(batch: AdditionBatch) -> tuple[Int[Tensor, "B P"], Int[Tensor, "B S"]]
 
 
 @torch.inference_mode()
-def teacher_forced(model: Any, batch: AdditionBatch) -> Bool[Tensor, "B S"]:
-    """Right or wrong for each answer digit, every digit predicted after the true ones before it."""
+def teacher_forced(model: Any, input_ids: Int[Tensor, "B T"], labels: Int[Tensor, "B T"]) -> Bool[Tensor, "B S"]:
+    """Right or wrong for each labelled token, every one predicted after the true tokens before it."""
     device = next(model.parameters()).device
-    logits = model(input_ids=batch.input_ids.to(device), use_cache=False).logits
-    return token_hits(logits, batch.labels.to(device)).cpu()
+    logits = model(input_ids=input_ids.to(device), use_cache=False).logits
+    return token_hits(logits, labels.to(device)).cpu()
 
 
 @torch.inference_mode()
@@ -81,18 +81,27 @@ def generate_answers(model: Any, prompts: Int[Tensor, "B P"], num_digits: int) -
     return output[:, prompts.shape[1] :].cpu()
 
 
+def all_hits(
+    model: Any, input_ids: Int[Tensor, "B T"], labels: Int[Tensor, "B T"], chunk: int = 256
+) -> Bool[Tensor, "B S"]:
+    """Right or wrong for each labelled token of problems of one size; the model keeps its mode (train or eval)."""
+    was_training = model.training
+    model.eval()
+    parts = zip(input_ids.split(chunk), labels.split(chunk), strict=True)
+    hits = torch.cat([teacher_forced(model, *part) for part in parts])
+    model.train(was_training)
+    return hits
+
+
 def score(model: Any, batch: AdditionBatch, generate: bool = True, chunk: int = 256) -> Score:
     """All figures of one width; the model is left in the mode (train or eval) in which it came."""
     was_training = model.training
     model.eval()
     prompts, answers = split(batch)
-    hits, free = [], []
-    for rows in torch.arange(len(answers)).split(chunk):
-        hits.append(teacher_forced(model, AdditionBatch(*(field[rows] for field in batch))))
-        if generate:
-            free.append(generate_answers(model, prompts[rows], answers.shape[1]) == answers[rows])
+    forced, free = all_hits(model, batch.input_ids, batch.labels, chunk), []
+    for rows in torch.arange(len(answers)).split(chunk) if generate else ():
+        free.append(generate_answers(model, prompts[rows], answers.shape[1]) == answers[rows])
     model.train(was_training)
-    forced = torch.cat(hits)
     own = torch.cat(free) if generate else None
     return Score(
         width=int(batch.widths[0]),

@@ -1,8 +1,8 @@
 """A task into what training asks of it: batches in a fixed order, a validation, and what they were made from.
 
 Item i of `train` is a pure function of the recipe and i, so a run that goes on at item i sees what it would have seen,
-whatever the number of processes. Traps: an item of addition is a whole micro-batch, an item of text one sequence; the
-first token of a row predicts nothing and is predicted by nothing, so it is no label, whoever counts labels.
+whatever the number of processes. Traps: an item of a drawn task is a whole micro-batch, an item of text one sequence;
+the first token of a row predicts nothing and is predicted by nothing, so it is no label, whoever counts labels.
 """
 
 import hashlib
@@ -19,9 +19,10 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from fastweight.data import Shards, Windows, load_tokenizer, open_shards
-from fastweight.recipes import AdditionTask, Run, TextTask
+from fastweight.recipes import AdditionTask, DrawnTask, Run, TextTask
 from fastweight.tasks.addition import IGNORE, VOCAB_SIZE, AdditionBatches, held_out
-from fastweight.tasks.scoring import score
+from fastweight.tasks.problems import DrawnBatches
+from fastweight.tasks.scoring import all_hits, score
 
 Batch = dict[str, Tensor]
 
@@ -55,16 +56,34 @@ class Material:
 
 def material_of(run: Run) -> Material:
     """The material of a run; ValueError when its data is missing or too small."""
-    return addition(run, run.task) if isinstance(run.task, AdditionTask) else text(run, run.task)
+    task = run.task
+    if isinstance(task, DrawnTask):
+        return drawn(run, task)
+    return addition(run, task) if isinstance(task, AdditionTask) else text(run, task)
+
+
+def _micro_batches(run: Run) -> tuple[int, int]:
+    """Problems in a micro-batch, and how many micro-batches a run sees."""
+    settings = run.training
+    micro_batch = settings.micro_batch_size or settings.batch_size
+    return micro_batch, settings.steps * (settings.batch_size // micro_batch)
+
+
+def drawn(run: Run, task: DrawnTask) -> Material:
+    """Random problems of the training sizes, and the share of right tokens by size on held-out ones."""
+    return Material(
+        train=DrawnBatches(task.draw, task.train_sizes, *_micro_batches(run), run.training.seed),
+        collate=_only_item,
+        items=1,
+        validate=_right_tokens(task),
+        vocab_size=task.vocab_size,
+    )
 
 
 def addition(run: Run, task: AdditionTask) -> Material:
     """Random sums, and exact match by width on held-out ones."""
-    settings = run.training
-    micro_batch = settings.micro_batch_size or settings.batch_size
-    num_items = settings.steps * (settings.batch_size // micro_batch)
     return Material(
-        train=AdditionBatches(task.train_widths, micro_batch, num_items, settings.seed, task.layout),
+        train=AdditionBatches(task.train_widths, *_micro_batches(run), run.training.seed, task.layout),
         collate=_only_item,
         items=1,
         validate=_exact_match(task),
@@ -143,6 +162,20 @@ def _only_item(items: list[Batch]) -> Batch:
 
 def _no_figures(model: Any) -> dict[str, float]:
     return {}
+
+
+def _right_tokens(task: DrawnTask) -> Callable[[Any], dict[str, float]]:
+    """From a model to the share of right tokens at the ends of the training sizes and between, and their mean."""
+    low, high = task.train_sizes
+    sizes = sorted({low, (low + high) // 2, high})
+    batches = [task.held_out(size, task.validation_problems, stream="validation") for size in sizes]
+
+    def validate(model: Any) -> dict[str, float]:
+        shares = [float(all_hits(model, batch.input_ids, batch.labels).double().mean()) for batch in batches]
+        by_size = {f"token_{size}": share for size, share in zip(sizes, shares, strict=True)}
+        return {"token": sum(shares) / len(shares)} | by_size
+
+    return validate
 
 
 def _exact_match(task: AdditionTask) -> Callable[[Any], dict[str, float]]:

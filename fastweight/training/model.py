@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fastweight.models import FastWeightConfig, FastWeightForCausalLM
-from fastweight.recipes import AdditionTask, Run
+from fastweight.recipes import AdditionTask, DrawnTask, Run
 from fastweight.tasks.addition import VOCAB_SIZE
 
 
@@ -30,6 +30,8 @@ def config_of(run: Run, vocab_size: int | None = None, end_of_text: int | None =
     """
     if isinstance(run.task, AdditionTask):
         vocab_size = VOCAB_SIZE
+    elif isinstance(run.task, DrawnTask):
+        vocab_size = run.task.vocab_size
     given = {"vocab_size": vocab_size} if vocab_size is not None else {}
     if end_of_text is not None:
         given |= {"eos_token_id": end_of_text, "bos_token_id": end_of_text, "pad_token_id": end_of_text}
