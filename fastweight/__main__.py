@@ -2,4 +2,5 @@
 
 from fastweight.cli import main
 
-main()
+if __name__ == "__main__":  # workers of a study import this module again
+    main()

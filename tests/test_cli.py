@@ -60,12 +60,15 @@ def test_the_commands_are_these() -> None:
         "eval addition",
         "eval harness",
         "eval ppl",
+        "eval task",
         "generate",
         "info",
         "lab",
         "prepare",
+        "study",
         "train addition",
         "train lm",
+        "train task",
     ]
 
 

@@ -1,0 +1,110 @@
+"""Studies: several models and seeds of one recipe, side by side, into one report; and training one drawn task."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fastweight.cli.shared import (
+    Mixer,
+    Overrides,
+    RunDirs,
+    app,
+    console,
+    eval_app,
+    named_mixer,
+    need,
+    run_directory,
+    speaks,
+    train_and_tell,
+    train_app,
+)
+
+
+@train_app.command("task", epilog="Example: fastweight train task --recipe mqar-tiny --mixer falcon-1")
+def train_task(
+    recipe: Annotated[str, typer.Option(help="Recipe name, as mqar-tiny, parity-tiny or s3-tiny, or a YAML file.")],
+    mixer: Mixer = None,
+    out: Annotated[Path | None, typer.Option(help="Run directory; default runs/RECIPE/MIXER.")] = None,
+    overrides: Overrides = None,
+    allow_changes: Annotated[
+        bool, typer.Option("--allow-changes", help="Go on although settings differ from the run in the directory.")
+    ] = False,
+) -> None:
+    """Train on associative recall or state tracking; started again, it goes on from the last complete checkpoint."""
+    from fastweight.recipes import TextTask, load_recipe
+
+    run = load_recipe(recipe, [*named_mixer(mixer), *(overrides or [])])
+    if isinstance(run.task, TextTask):
+        raise ValueError(f"recipe: got {recipe!r}, a recipe of the text task, expected one that draws its problems")
+    checkpoint = train_and_tell(run, run_directory(run, mixer, out), console(), allow_changes=allow_changes)
+    if speaks():
+        print(checkpoint)
+
+
+@eval_app.command("task", epilog="Example: fastweight eval task runs/mqar-tiny/* --out runs/report")
+def eval_task(
+    runs: RunDirs,
+    out: Annotated[Path, typer.Option(help="Directory for study.json, README.md and study.png.")] = Path("runs/report"),
+) -> None:
+    """Score trained models of a drawn task by size: a table, JSON, Markdown and a picture."""
+    need("matplotlib", "the picture")
+    from fastweight.evaluation.outcomes import outcome_of
+    from fastweight.evaluation.provenance import made_by
+    from fastweight.study.plan import Study
+    from fastweight.study.report import write_study
+
+    outcomes = [outcome_of(path, str(path), 0) for path in runs]
+    if len({tuple(o.sizes) for o in outcomes}) > 1:
+        raise ValueError("runs: got runs with different test sizes, expected runs of one task")
+    arms: dict[str, list[str]] = {outcome.arm: [] for outcome in outcomes}
+    study = Study("evaluation", "Trained runs, one seed each.", "that of each run", arms, outcomes[0].arm, seeds=1)
+    _tell(write_study(study, outcomes, out, made_by(_command())))
+
+
+@app.command(epilog="Example: fastweight study mqar --seeds 3 --workers 8 --out runs/study/mqar")
+def study(
+    name: Annotated[
+        str, typer.Argument(help="Name of a study (addition, mqar, parity, pairing-falcon-1, ...) or YAML.")
+    ],
+    out: Annotated[Path | None, typer.Option(help="Directory; default runs/study/NAME.")] = None,
+    seeds: Annotated[int | None, typer.Option(min=1, help="Seeds of each arm; default: the study's.")] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="Processes side by side; default: a core each.")] = None,
+    only: Annotated[list[str] | None, typer.Option(help="Run this arm. Repeatable; default: all.")] = None,
+    budget: Annotated[float | None, typer.Option(help="End after so many seconds; started again, it goes on.")] = None,
+    generate: Annotated[bool, typer.Option("--generate", help="Addition: also score free generation.")] = False,
+    overrides: Overrides = None,
+) -> None:
+    """Train several models and seeds side by side on one device, then compare them seed by seed.
+
+    Started again, it skips what has an outcome and goes on with what was cut short.
+    """
+    need("matplotlib", "the picture")
+    need("accelerate", "training")
+    from fastweight.evaluation.provenance import made_by
+    from fastweight.study.plan import load_study
+    from fastweight.study.report import write_study
+    from fastweight.study.runner import run_study
+
+    plan = load_study(name, overrides or [], seeds, only or [])
+    out, told = out or Path("runs/study") / plan.name, console()
+    workers = workers or os.cpu_count() or 1
+
+    def say(text: str) -> None:
+        told.print(text, highlight=False, soft_wrap=True)
+
+    outcomes = run_study(plan, out, workers=workers, budget=budget, generate=generate, say=say)
+    _tell(write_study(plan, outcomes, out, made_by(_command())))
+    if len(outcomes) < len(plan.members()):
+        raise typer.Exit(1)
+
+
+def _command() -> str:
+    return " ".join(["fastweight", *sys.argv[1:]])
+
+
+def _tell(files: list[Path]) -> None:
+    for file in files:
+        print(f"{file.suffix[1:]:<4} {file}")

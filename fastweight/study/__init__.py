@@ -1,0 +1,1 @@
+"""Several models and seeds of one recipe, side by side on one device: plans, runs, outcomes, reports."""

@@ -1,0 +1,96 @@
+"""A study by name: one recipe, arms that change it, seeds; YAML files in `fastweight/recipes/studies`.
+
+    about: one sentence
+    recipe: addition-small
+    settings: [changes of all arms]
+    arms: {label: [changes of this arm]}
+    against: label of the arm that others are compared with
+    seeds: 5
+
+Every arm sees the same data with the same seed, so arms are compared seed by seed. Trap: a seed is also that of the
+parameters, so two arms of one seed start alike only where their parameters have the same shapes.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fastweight.recipes import Run, load_recipe
+
+KNOWN = ("about", "recipe", "settings", "arms", "against", "seeds")
+
+
+@dataclass(frozen=True)
+class Study:
+    """What is run.
+
+    Fields:
+        name, about: for people.
+        recipe: that all arms change.
+        settings: changes that all arms share.
+        arms: changes by label, in the order of tables.
+        against: the arm that the others are compared with.
+        seeds: how many, from 0.
+    """
+
+    name: str
+    about: str
+    recipe: str
+    arms: dict[str, list[str]]
+    against: str
+    settings: list[str] = field(default_factory=list)
+    seeds: int = 5
+
+    def __post_init__(self) -> None:
+        if not self.arms or self.against not in self.arms:
+            raise ValueError(f"study.against: got {self.against!r}, expected one of the arms {', '.join(self.arms)}")
+        if self.seeds < 1:
+            raise ValueError(f"study.seeds: got {self.seeds}, expected at least 1")
+
+    def run(self, arm: str, seed: int) -> Run:
+        """The recipe of one arm and seed; ValueError for settings that the recipe does not know."""
+        return load_recipe(self.recipe, [*self.settings, *self.arms[arm], f"training.seed={seed}"])
+
+    def members(self) -> list[tuple[str, int]]:
+        """All (arm, seed): one seed of every arm before the next, so that a study cut short still compares arms."""
+        return [(arm, seed) for seed in range(self.seeds) for arm in self.arms]
+
+
+def study_names() -> list[str]:
+    """Names of the studies that come with the package."""
+    folder = resources.files("fastweight.recipes") / "studies"
+    return sorted(file.name.removesuffix(".yaml") for file in folder.iterdir() if file.name.endswith(".yaml"))
+
+
+def load_study(name: str, settings: Iterable[str] = (), seeds: int | None = None, only: Iterable[str] = ()) -> Study:
+    """A study by name or YAML file; `settings` come on top of its own, `only` keeps some arms."""
+    if name in study_names():
+        text = (resources.files("fastweight.recipes") / "studies" / f"{name}.yaml").read_text(encoding="utf-8")
+    elif Path(name).suffix in (".yaml", ".yml") and Path(name).is_file():
+        text = Path(name).read_text(encoding="utf-8")
+    else:
+        raise ValueError(f"study: got {name!r}, expected a YAML file or one of {', '.join(study_names())}")
+    raw: dict[str, Any] = yaml.safe_load(text)
+    unknown = [key for key in raw if key not in KNOWN]
+    if unknown or not {"recipe", "arms"} <= raw.keys():
+        raise ValueError(f"study {name}: got {', '.join(raw)}, expected recipe, arms and no key but {', '.join(KNOWN)}")
+    arms = {str(label): list(changes or []) for label, changes in raw["arms"].items()}
+    chosen = list(only)
+    missing = [label for label in chosen if label not in arms]
+    if missing:
+        raise ValueError(f"--only: got {', '.join(missing)}, expected arms of {', '.join(arms)}")
+    arms = {label: changes for label, changes in arms.items() if not chosen or label in chosen}
+    against = raw.get("against")
+    return Study(
+        name=Path(name).stem,
+        about=raw.get("about", ""),
+        recipe=raw["recipe"],
+        arms=arms,
+        against=against if against in arms else next(iter(arms)),
+        settings=[*raw.get("settings", []), *settings],
+        seeds=raw.get("seeds", 5) if seeds is None else seeds,
+    )

@@ -1,0 +1,120 @@
+"""Studies: plans are checked, runs side by side leave outcomes and are not run twice, differences are by seed."""
+
+import json
+import re
+
+import pytest
+from test_cli import run_main
+
+from fastweight.evaluation.outcomes import Outcome
+from fastweight.recipes import load_recipe
+from fastweight.study.plan import Study, load_study, study_names
+from fastweight.study.report import difference, page, paired, spread, write_study
+from fastweight.study.runner import member_dir, read_outcomes, run_study
+from fastweight.training.model import config_of
+
+SMALL = [
+    "task.group=s3",
+    "task.train_sizes=[2, 4]",
+    "task.test_sizes=[4, 8]",
+    "task.test_problems=8",
+    "model.hidden_size=16",
+    "model.intermediate_size=16",
+    "model.num_hidden_layers=1",
+    "training.steps=2",
+    "training.batch_size=8",
+    "training.checkpoint_every=1",
+    "training.validate_every=0",
+    "training.device=cpu",
+]
+ARMS = {"falcon-1": ["model.mixer=falcon-1"], "mamba2": ["model.mixer=mamba2"]}
+
+
+def outcome(arm, seed, inside, beyond):
+    return Outcome(arm, seed, arm, 1000, (2, 4), [4, 8], 8, {"token": [inside, beyond], "exact": [0.0, 0.0]})
+
+
+@pytest.mark.parametrize("name", study_names())
+def test_every_arm_of_every_study_builds_and_arms_differ_in_what_they_say(name):
+    study = load_study(name)
+    assert study.about
+    assert study.against in study.arms
+    plain = {arm: config_of(study.run(arm, 0)).to_dict() for arm in study.arms}
+    assert len({json.dumps(settings, sort_keys=True) for settings in plain.values()}) == len(study.arms)
+    assert {study.run(arm, 3).training.seed for arm in study.arms} == {3}
+
+
+def test_the_cells_of_pairing_and_timing_are_all_four_and_nothing_else_differs():
+    for rule in ("falcon-1", "falcon-1a", "falcon-3a"):
+        study = load_study(f"pairing-{rule}")
+        models = [study.run(arm, 0).model for arm in study.arms]
+        defaults = load_recipe("addition-small", [f"model.mixer={rule}.3"]).model
+        cells = {(m.get("pairing", "next-latent"), m.get("timing", "read-after-write")) for m in models}
+        assert len(cells) == 4
+        for model in models:
+            assert {k: v for k, v in model.items() if k not in ("pairing", "timing")} == defaults
+
+
+def test_members_go_through_the_arms_before_the_next_seed():
+    study = Study("a", "b", "parity-tiny", ARMS, "mamba2", seeds=2)
+    assert study.members() == [("falcon-1", 0), ("mamba2", 0), ("falcon-1", 1), ("mamba2", 1)]
+
+
+@pytest.mark.parametrize(
+    ("call", "named"),
+    [
+        (lambda: load_study("nothing"), "study: got 'nothing'"),
+        (lambda: load_study("mqar", only=["falcon-9"]), "--only"),
+        (lambda: load_study("mqar", seeds=0), "seeds"),
+        (lambda: Study("a", "b", "parity-tiny", ARMS, "x"), "against"),
+        (lambda: run_study(load_study("mqar", ["model.x.y"]), None, workers=1), "KEY=VALUE"),  # type: ignore[arg-type]
+        (lambda: run_study(load_study("mqar"), None, workers=0), "workers"),  # type: ignore[arg-type]
+    ],
+)
+def test_wrong_plans_are_named(call, named):
+    with pytest.raises(ValueError, match=named):
+        call()
+
+
+def test_differences_are_taken_seed_by_seed():
+    ours = [outcome("a", seed, 0.5, 0.1 * seed) for seed in (0, 1, 2)]
+    theirs = [outcome("b", seed, 0.4, 0.1 * seed - 0.2) for seed in (2, 1)]
+    assert paired(ours, theirs, "token", longer=True) == pytest.approx([0.2, 0.2])
+    assert difference([0.2, 0.2]) == "+20.0 ± 0.0"
+    assert difference([0.1, 0.3]) == "+20.0 ± 10.0"  # standard deviation 14.1 over the root of 2
+    assert difference([]) == "-"
+    assert spread([0.5]) == "50.0"
+    assert spread([0.4, 0.6]) == "50.0 ± 14.1"
+
+
+def test_a_page_says_what_is_missing():
+    study = Study("a", "b", "parity-tiny", ARMS, "mamba2", seeds=1)
+    told = page(study, [outcome("falcon-1", 0, 0.5, 0.25)], {"commit": "abc"}, "x.png")
+    assert "1 of 2 runs have no outcome" in told
+    assert re.search(r"\| falcon-1 \| 1 \| 1,000 \| 50\.0 \| 25\.0 \| - \|", told)
+    with pytest.raises(ValueError, match="holds no outcome"):
+        write_study(study, [], None, {})  # type: ignore[arg-type]
+
+
+def test_a_study_runs_side_by_side_and_is_not_run_twice(tmp_path, monkeypatch):
+    plan = tmp_path / "plan.yaml"
+    lines = [f"recipe: parity-tiny\nsettings: {json.dumps(SMALL)}", f"arms: {json.dumps(ARMS)}", "seeds: 1"]
+    plan.write_text("\n".join(lines))
+    out = tmp_path / "out"
+    words = ["study", str(plan), "--out", str(out), "--workers", "2"]
+    assert run_main(monkeypatch, *words) == 0
+    told = json.loads((out / "study.json").read_text())
+    assert [o["arm"] for o in told["outcomes"]] == list(ARMS)
+    assert told["made"]["command"] == " ".join(["fastweight", *words])
+    assert all(file.is_file() for file in (out / "README.md", out / "study.png"))
+    study = load_study(str(plan))
+    before = read_outcomes(study, out)
+    assert before[0].sizes == [4, 8]
+    assert run_study(study, out, workers=1, budget=0.0) == before
+    (member_dir(out, "mamba2", 0) / "outcome.json").unlink()
+    assert run_study(study, out, workers=1, budget=0.0) == before[:1]  # no time: nothing is trained
+    report = tmp_path / "report"
+    dirs = [str(member_dir(out, arm, 0)) for arm in ARMS]
+    assert run_main(monkeypatch, "eval", "task", *dirs, "--out", str(report)) == 0
+    again = json.loads((report / "study.json").read_text())["outcomes"]
+    assert [o["shares"] for o in again] == [o["shares"] for o in told["outcomes"]]
