@@ -12,10 +12,10 @@ i > t only. `couple` (one program a block) makes G and P; `forward` walks a sequ
 way back.
 
 Traps: tiles [BV, 16] of programs with BV / 32 warps hold a column in a thread, and then `pick`, which takes a token out
-by its bits, costs nothing and the 16 steps run without a word between threads. Triton lays tiles out so if nothing
+by its bits, costs little and the 16 steps run without a word between threads. Triton lays tiles out so if nothing
 tells it that columns are neighbours in memory: hence `one`, a 1 that it does not know, and loads after products. Any
 other layout is right, but slow. Tokens past a sequence's end read the couplings of its last one, which are finite, and
-their gain is 0.
+their gain is 0. Steps are written out by eights: all sixteen would take Triton minutes to compile.
 """
 
 # pyright: basic, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
@@ -38,14 +38,14 @@ from fastweight.kernels.tiles import (
 
 
 @triton.jit
-def pick(tile, b, t: tl.constexpr):
+def pick(tile, b, t):
     """Token t [BV] of a float32 tile [BV, 16]."""
     bits = tl.where((b == t)[None, :], tile.to(tl.int32, bitcast=True), 0)
     return tl.sum(bits, axis=1).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def coupling(couplings, b, t: tl.constexpr, high, which: tl.constexpr):
+def coupling(couplings, b, t, high, which: tl.constexpr):
     """Row t [1, 16] of a block's G (which = 0) or of its second matrix."""
     return tl.load(couplings + tl.minimum(t, high - 1) * 32 + which * 16 + b)[None, :]
 
@@ -95,15 +95,37 @@ def meets(i, j, level):
 
 
 @triton.jit
-def faded_writes(u, carry, b):
-    """What is left of each write at the block's end, and of the state before it [BV]."""
-    z = u
-    total = pick(carry, b, 0)
-    for t in tl.static_range(1, 16):
-        g = pick(carry, b, t)
-        z = tl.where((b < t)[None, :], z * g[:, None], z)
-        total *= g
-    return z, total
+def later_by_one(tile, b, first):
+    """What token t - 1 has, and `first` where there is none [BV, 16]."""
+    moved = tl.full(tile.shape, first, tl.float32)
+    for half in tl.range(0, 16, 8, num_stages=1):
+        for s in tl.static_range(8):
+            moved = tl.where((b == half + s + 1)[None, :], pick(tile, b, half + s)[:, None], moved)
+    return moved
+
+
+@triton.jit
+def earlier_by_one(tile, b, last):
+    """What token t + 1 has, and `last` where there is none [BV, 16]."""
+    moved = tl.full(tile.shape, last, tl.float32)
+    for half in tl.range(0, 16, 8, num_stages=1):
+        for s in tl.static_range(8):
+            moved = tl.where((b == half + s - 1)[None, :], pick(tile, b, half + s)[:, None], moved)
+    return moved
+
+
+@triton.jit
+def carries_before(previous, b, BV: tl.constexpr, RUN: tl.constexpr):
+    """Product of the carries before each token in its run of RUN; previous: the carry of the token before [BV, 16]."""
+    factors = tl.reshape(tl.where((b % RUN == 0)[None, :], 1.0, previous), [BV, 16 // RUN, RUN])
+    return tl.reshape(tl.cumprod(factors, axis=2), [BV, 16])
+
+
+@triton.jit
+def carries_after(following, b, BV: tl.constexpr, RUN: tl.constexpr):
+    """Product of the carries after each token in its run of RUN; following: the carry of the next token [BV, 16]."""
+    factors = tl.reshape(tl.where((b % RUN == RUN - 1)[None, :], 1.0, following), [BV, 16 // RUN, RUN])
+    return tl.reshape(tl.cumprod(factors, axis=2, reverse=True), [BV, 16])
 
 
 @triton.jit(do_not_specialize=["length", "chunks", "tokens"])
@@ -196,17 +218,21 @@ def forward(
             beta, lam, energies, line, first, b, h, lone, pair, live, eps, floor, H, V, SCALED, DIRECT
         )
         rows = couplings + line * 32
-        for t in tl.static_range(16):
-            g = pick(carry, b, t)[:, None]
-            u = (pick(eta, b, t) * (pick(y, b, t) - pick(seen, b, t)))[:, None]
-            seen = tl.where((b > t)[None, :], g * seen + coupling(rows, b, t, high, 0) * u, seen)
-            moves = b > t if BEFORE else b >= t
-            out = tl.where(moves[None, :], g * out + coupling(rows, b, t, high, 1) * u, out)
+        for half in tl.range(0, 16, 8, num_stages=1):
+            for s in tl.static_range(8):
+                t = half + s
+                g = pick(carry, b, t)[:, None]
+                u = (pick(eta, b, t) * (pick(y, b, t) - pick(seen, b, t)))[:, None]
+                seen = tl.where((b > t)[None, :], g * seen + coupling(rows, b, t, high, 0) * u, seen)
+                moves = b > t if BEFORE else b >= t
+                out = tl.where(moves[None, :], g * out + coupling(rows, b, t, high, 1) * u, out)
         store_columns(o, out, first, b, h, lone, live, H, V)
         left = y - seen
         if residual is not None:
             store_columns(residual, left, first, b, h, lone, live, H, V)
-        z, total = faded_writes(eta * left, carry, b)
+        after = carries_after(earlier_by_one(carry, b, 1.0), b, BV, 16)
+        z = eta * left * after
+        total = pick(carry, b, 0) * pick(after, b, 0)
         z = beside(z, tl.zeros_like(z), BV).to(LOW)
         S = tl.dot(z, xq, acc=S * total[:, None], input_precision=DOT)
     if state1 is not None:

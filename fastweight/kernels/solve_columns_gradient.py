@@ -28,10 +28,13 @@ from fastweight.kernels.gates import step_gradient
 from fastweight.kernels.solve_columns import (
     apart,
     beside,
+    carries_after,
+    carries_before,
     column_rates,
     coupling,
-    faded_writes,
+    earlier_by_one,
     keys_and_queries,
+    later_by_one,
     load_columns,
     meets,
     pick,
@@ -49,91 +52,65 @@ from fastweight.kernels.tiles import (
 
 
 @triton.jit
-def sides(carry, b, HALF: tl.constexpr):
-    """Products of the carries before, and of those after each token in its run of HALF tokens [BV, 16]."""
-    before = tl.full(carry.shape, 1.0, tl.float32)
-    after = tl.full(carry.shape, 1.0, tl.float32)
-    for t in tl.static_range(1, 16):
-        if t % HALF != 0:
-            upto = pick(before, b, t - 1) * pick(carry, b, t - 1)
-            before = tl.where((b == t)[None, :], upto[:, None], before)
-            back = pick(after, b, 16 - t) * pick(carry, b, 16 - t)
-            after = tl.where((b == 15 - t)[None, :], back[:, None], after)
-    return before, after
-
-
-@triton.jit
-def later_by_one(tile, b):
-    """What token t - 1 has, 0 for the first [BV, 16]."""
-    moved = tl.zeros_like(tile)
-    for t in tl.static_range(1, 16):
-        moved = tl.where((b == t)[None, :], pick(tile, b, t - 1)[:, None], moved)
-    return moved
-
-
-@triton.jit
-def earlier_by_one(tile, b):
-    """What token t + 1 has, 0 for the last [BV, 16]."""
-    moved = tl.zeros_like(tile)
-    for t in tl.static_range(15):
-        moved = tl.where((b == t)[None, :], pick(tile, b, t + 1)[:, None], moved)
-    return moved
-
-
-@triton.jit
 def write_gradients(ends, do, eta, carry, rows, b, high, BEFORE: tl.constexpr):
     """dU [BV, 16] of a block's writes, from B at its end and the gradients of its reads; rows: G and Q X^T."""
     B = ends
-    for t in tl.static_range(15, -1, -1):
-        reads = coupling(rows, b, t, high, 1) * pick(do, b, t)[:, None]
-        if not BEFORE:
-            B = tl.where((b <= t)[None, :], B + reads, B)
-        d_y = (pick(eta, b, t) * pick(B, b, t))[:, None]
-        moved = pick(carry, b, t)[:, None] * B - coupling(rows, b, t, high, 0) * d_y
-        if BEFORE:
-            moved += reads
-        B = tl.where((b < t)[None, :], moved, B)
+    for half in tl.range(0, 16, 8, num_stages=1):
+        for s in tl.static_range(8):
+            t = 15 - half - s
+            reads = coupling(rows, b, t, high, 1) * pick(do, b, t)[:, None]
+            if not BEFORE:
+                B = tl.where((b <= t)[None, :], B + reads, B)
+            d_y = (pick(eta, b, t) * pick(B, b, t))[:, None]
+            moved = pick(carry, b, t)[:, None] * B - coupling(rows, b, t, high, 0) * d_y
+            if BEFORE:
+                moved += reads
+            B = tl.where((b < t)[None, :], moved, B)
     return B
 
 
 @triton.jit
 def pairs_felt(u, do, d_y, carry, rows, b, high, BEFORE: tl.constexpr):
-    """Gradient of each log-carry from the pairs of one block, and the writes as its end sees them [BV, 16]."""
+    """Gradient of each log-carry from the pairs of one block, at the token before, and what the end sees of writes."""
     z = u
-    felt = tl.zeros_like(u)  # of the carry one token later
-    for i in tl.static_range(1, 16):
-        g = pick(carry, b, i)[:, None]
-        earlier = (b < i)[None, :]
-        miss = coupling(rows, b, i, high, 0) * pick(d_y, b, i)[:, None] * -z
-        faded = tl.where(earlier, z * g, z)
-        seen = faded
-        if BEFORE:
-            seen = z
-        read = coupling(rows, b, i, high, 1) * pick(do, b, i)[:, None] * seen
-        between = tl.cumsum(tl.where(earlier, miss + read, 0.0), axis=1)
-        felt += tl.where((b < i - 1)[None, :], between, 0.0)
-        if not BEFORE:
-            last = tl.sum(tl.where(earlier, read, 0.0), axis=1)
-            felt += tl.where((b == i - 1)[None, :], last[:, None], 0.0)
-        z = faded
-    return later_by_one(felt, b), z
+    felt = tl.zeros_like(u)
+    for half in tl.range(0, 16, 8, num_stages=1):
+        for s in tl.static_range(8):
+            i = half + s
+            earlier = (b < i)[None, :]
+            miss = coupling(rows, b, i, high, 0) * pick(d_y, b, i)[:, None] * -z
+            faded = tl.where(earlier, z * pick(carry, b, i)[:, None], z)
+            seen = faded
+            if BEFORE:
+                seen = z
+            read = tl.where(earlier, coupling(rows, b, i, high, 1) * pick(do, b, i)[:, None] * seen, 0.0)
+            between = tl.cumsum(tl.where(earlier, miss + read, 0.0), axis=1)
+            felt += tl.where((b < i - 1)[None, :], between, 0.0)
+            if not BEFORE:
+                felt += tl.where((b == i - 1)[None, :], tl.sum(read, axis=1)[:, None], 0.0)
+            z = faded
+    return felt, z
 
 
 @triton.jit
-def pair_gradients(u, do, d_y, carry, b, LOW: tl.constexpr, BEFORE: tl.constexpr, BV: tl.constexpr, DOT: tl.constexpr):
+def pair_gradients(
+    u, do, d_y, carry, previous, b, LOW: tl.constexpr, BEFORE: tl.constexpr, BV: tl.constexpr, DOT: tl.constexpr
+):
     """Gradients of G, and under them of P [32, 16], summed over columns."""
     i = tl.arange(0, 32)
     later = i % 16
     found = tl.zeros([32, 16], tl.float32)
+    following = earlier_by_one(carry, b, 1.0)
     if not BEFORE:
         both = beside(tl.zeros_like(do), do, BV).to(LOW)
         own = tl.dot(tl.trans(both), u.to(LOW), input_precision=DOT)
         found = tl.where(later[:, None] == b[None, :], own, 0.0)
     for level in tl.static_range(4):
-        before, after = sides(carry, b, 1 << level)
+        before = carries_before(previous, b, BV, 1 << level)
         reads = do * before
         if not BEFORE:
             reads *= carry
+        after = carries_after(following, b, BV, 1 << level)
         both = beside(d_y * -before, reads, BV).to(LOW)
         meet = meets(later[:, None], b[None, :], level) & (later[:, None] > b[None, :])
         found += tl.where(meet, tl.dot(tl.trans(both), (u * after).to(LOW), input_precision=DOT), 0.0)
@@ -183,7 +160,7 @@ def backward_state(
             beta, lam, energies, line, first, b, h, lone, pair, live, eps, floor, H, V, SCALED, DIRECT
         )
         d_y = eta * write_gradients(ends, do, eta, carry, couplings + line * 32, b, high, BEFORE)
-        before, _after = sides(carry, b, 16)
+        before = carries_before(later_by_one(carry, b, 1.0), b, BV, 16)
         reads = do * before
         if not BEFORE:
             reads *= carry
@@ -218,7 +195,9 @@ def _states_of_blocks(
         _g, _r, _e, eta, carry = column_rates(
             beta, lam, energies, line + row, first + row, b, h, lone, pair, live, eps, floor, H, V, SCALED, DIRECT
         )
-        z, total = faded_writes(eta * left, carry, b)
+        after = carries_after(earlier_by_one(carry, b, 1.0), b, BV, 16)
+        z = eta * left * after
+        total = pick(carry, b, 0) * pick(after, b, 0)
         z = beside(z, tl.zeros_like(z), BV).to(LOW)
         S = tl.dot(z, xq, acc=S * total[:, None], input_precision=DOT)
 
@@ -282,17 +261,19 @@ def backward_chunk(
             d_y = eta * d_u
             store_columns(d_v, d_y, first, b, h, lone, live, H, V)
             u = eta * left
-            d_log, z = pairs_felt(u, do, d_y, carry, rows, b, high, BEFORE)
-            before, _after = sides(carry, b, 16)
+            felt, z = pairs_felt(u, do, d_y, carry, rows, b, high, BEFORE)
+            previous_carry = later_by_one(carry, b, 1.0)
+            before = carries_before(previous_carry, b, BV, 16)
             total = pick(before, b, 15) * pick(carry, b, 15)
             misses = d_y * -before
             reads = do * before
             if BEFORE:
-                from_start = earlier_by_one(misses * seen + reads * out, b)
+                from_start = earlier_by_one(misses * seen + reads * out, b, 0.0)
             else:
                 reads *= carry
-                from_start = earlier_by_one(misses * seen, b) + reads * out
-            d_log += tl.cumsum(from_start, axis=1, reverse=True) + later_by_one(tl.cumsum(z * ends, axis=1), b)
+                from_start = earlier_by_one(misses * seen, b, 0.0) + reads * out
+            felt += tl.cumsum(z * ends, axis=1)
+            d_log = tl.cumsum(from_start, axis=1, reverse=True) + later_by_one(felt, b, 0.0)
             d_log += (through * total)[:, None]
             d_gain, d_ridge, d_energy = step_gradient(
                 left * d_u, d_log, energy[None, :], gain, ridge[None, :], pair[None, :], eps, floor, SCALED, DIRECT,
@@ -307,7 +288,7 @@ def backward_chunk(
             d_xq = tl.dot(tl.trans(back_to_start), S, input_precision=DOT)
             written = beside(z, tl.zeros_like(z), BV).to(LOW)
             d_xq = tl.dot(tl.trans(written), low_dS, acc=d_xq, input_precision=DOT)
-            between = pair_gradients(u, do, d_y, carry, b, LOW, BEFORE, BV, DOT)
+            between = pair_gradients(u, do, d_y, carry, previous_carry, b, LOW, BEFORE, BV, DOT)
             between = beside(between, tl.zeros_like(between), 32)
             between = (between + tl.trans(between)).to(LOW)
             d_xq = tl.dot(between, xq, acc=d_xq, input_precision=DOT)

@@ -1,0 +1,172 @@
+"""The kernels of falcon-2, judged as in test_kernels.py: interpreted, or on a CUDA device.
+
+Interpreted, a block of 16 tokens of one head and 32 columns takes a second, so the cases have few of them.
+"""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from test_kernels import (
+    DTYPES,
+    INTERPRETED,
+    WIDTHS,
+    at,
+    case,
+    check,
+    gpu,
+    interpreted,
+    kernel,
+    make,
+    outcome,
+    rule_of,
+    surroundings,
+)
+
+import fastweight as fw
+from fastweight.kernels import dispatch
+
+DIRECT = {"step": "direct", "ridge": "scaled", "timing": "read-before-write"}
+CASES = [
+    case("falcon-2", shape=(1, 18, 1, 1, 24, 40), state=True, key=True),
+    case("falcon-2", {"timing": "read-before-write"}, shape=(1, 21, 1, 1, 16, 16), cuts=(0, 1, 1, 19, 21), key=True),
+    case("falcon-2", {"ridge": "scaled"}, shape=(1, 17, 1, 2, 16, 16), state=True, key=True, mask=True),
+    case("falcon-2", DIRECT | {"pairing": "same-step"}, shape=(1, 66, 1, 1, 16, 16), zero_beta=True, ridge=0.1),
+    case("falcon-2", ridge=1e6, shape=(1, 17, 1, 1, 16, 16)),
+]
+
+
+@interpreted
+@pytest.mark.parametrize("test", CASES, ids=lambda test: str(CASES.index(test)))
+def test_interpreted_kernels_equal_the_recurrence(test):
+    check(test, torch.float32, "cpu")
+
+
+def decays_or_vanishes(test, dtype, device):
+    """Inputs whose carries are 0.6 or, in other columns of the same token, the floor: no carry is near its clamp."""
+    inputs = make(test, dtype, device)
+    inputs["gate"] = torch.full_like(inputs["gate"], 4.0)
+    inputs["beta"] = torch.where(inputs["beta"] < 0.75, 0.5, 1.5)
+    return inputs
+
+
+LOWEST = case("falcon-2", {"decay_floor": 1e-30, "ridge": "scaled"}, shape=(1, 17, 1, 1, 16, 16), state=True)
+
+
+@interpreted
+def test_interpreted_floor_far_below_the_range_of_a_product(monkeypatch):
+    monkeypatch.setattr("test_kernels.make", decays_or_vanishes)
+    check(LOWEST, torch.float32, "cpu")
+
+
+@interpreted
+def test_one_beta_for_all_columns_is_the_scalar_rule():
+    """The same numbers, bit for bit: a beta per head goes to the kernels of the scalar rule."""
+    test = case("falcon-2", shape=(1, 10, 1, 1, 16, 16))
+    inputs = make(test, torch.float32, "cpu")
+    inputs["beta"] = inputs["beta"][..., 0].contiguous()
+    around, pull = (None, None, None), (torch.ones(1, 10, 1, 16), torch.ones(1, 1, 16, 16))
+    expected = outcome(kernel, case("falcon-1", shape=test.shape), inputs, around, pull)
+    for name, value in outcome(kernel, test, inputs, around, pull).items():
+        assert torch.equal(value, expected[name]), name
+
+
+@interpreted
+def test_interpreted_without_tokens_returns_the_state():
+    q, v, S = torch.zeros(2, 0, 1, 16), torch.zeros(2, 0, 1, 8), torch.randn(2, 1, 16, 8)
+    o, last = dispatch.scan(q, q, v, v, None, fw.RULES["falcon-2"], S=S)
+    assert o.shape == v.shape
+    assert torch.equal(last, S)
+
+
+@interpreted
+def test_interpreted_compiles_whole():
+    """One graph: the shapes that tracing is told are those that come out."""
+    test = case("falcon-2", shape=(1, 5, 1, 1, 16, 16))
+    inputs, around = make(test, torch.float32, "cpu"), surroundings(test, "cpu")
+    pull, rule = (torch.ones(1, 5, 1, 16), torch.ones(1, 1, 16, 16)), rule_of(test)
+    compiled = torch.compile(lambda leaves: kernel(test, leaves, around, rule), fullgraph=True, backend="aot_eager")
+    expected = outcome(kernel, test, inputs, around, pull)
+    for name, value in outcome(lambda _test, leaves, _around: compiled(leaves), test, inputs, around, pull).items():
+        assert torch.equal(value, expected[name]), name
+
+
+@interpreted
+@pytest.mark.parametrize("save", [True, False])
+def test_operator_obeys_the_library_rules(save):
+    """Schema, fake shapes and autograd registration; keys shared by two heads, and packed."""
+    from fastweight.kernels.op import scan_forward
+
+    q, k = (torch.randn(1, 4, 1, 4, requires_grad=save) for _ in range(2))
+    v = torch.randn(1, 4, 2, 4, requires_grad=save)
+    beta = torch.rand(1, 4, 2, 4, requires_grad=save)
+    cu = torch.tensor([0, 1, 4], dtype=torch.int32)
+    flags = (1e-6, 1e-4, True, False, False, False, False, False, 1, True, False, save)
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(scan_forward, (q, k, v, beta, None, None, None, None, None, cu, *flags), test_utils=tests)
+
+
+@interpreted
+def test_rebuilt_states_are_for_a_gain_per_head():
+    from fastweight.kernels import rebuilt_states
+
+    test = case("falcon-2", shape=(1, 3, 1, 1, 4, 4))
+    with rebuilt_states(), pytest.raises(ValueError, match="beta: got one per value column, expected one per head"):
+        kernel(test, make(test, torch.float32, "cpu"), surroundings(test, "cpu"))
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is that process")
+@pytest.mark.slow
+def test_kernels_interpreted():
+    """Runs the tests above under the interpreter."""
+    pytest.importorskip("triton")
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", __file__, "-k", "not Device"]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
+    assert run.stdout.count(".") >= len(CASES) + 7, run.stdout[-500:]
+
+
+class TestOnDevice:
+    pytestmark = gpu
+
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    @pytest.mark.parametrize("widths", WIDTHS, ids=str)
+    def test_widths_and_dtypes(self, widths, dtype):
+        if dtype == torch.float16 and widths == (16, 24):
+            pytest.skip("refused by `supported`")
+        check(case("falcon-2", shape=(2, 200, 1, 2, *widths), state=True, key=True), dtype, "cuda")
+
+    @pytest.mark.parametrize("T", [1, 15, 16, 17, 64, 65, 128])
+    def test_lengths(self, T):
+        check(case("falcon-2", shape=(1, T, 2, 2, 64, 64)), torch.bfloat16, "cuda")
+
+    @pytest.mark.parametrize("width", [64, 128])
+    @pytest.mark.parametrize("test", CASES, ids=lambda test: str(CASES.index(test)))
+    def test_options(self, test, width):
+        check(at(test, *test.shape[:4], width, width), torch.bfloat16, "cuda")
+
+    @pytest.mark.parametrize("width", [64, 128])
+    def test_all_that_may_surround(self, width):
+        cuts = (0, 1, 1, 70, 150)
+        check(case("falcon-2", shape=(1, 150, 2, 4, width, width), cuts=cuts, state=True, key=True, mask=True),
+              torch.bfloat16, "cuda")  # fmt: skip
+
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    def test_floor_far_below_the_range_of_a_product(self, monkeypatch, dtype):
+        monkeypatch.setattr("test_kernels.make", decays_or_vanishes)
+        check(at(LOWEST, 1, 140, 1, 1, 64, 64), dtype, "cuda")
+
+    def test_more_chunks_than_programs_and_twice_the_same(self):
+        test = case("falcon-2", shape=(4, 1000, 8, 8, 64, 64))
+        inputs, around = make(test, torch.bfloat16, "cuda"), surroundings(test, "cuda")
+        pull = torch.randn(4, 1000, 8, 64, device="cuda"), torch.randn(4, 8, 64, 64, device="cuda")
+        first, second = (outcome(kernel, test, inputs, around, pull) for _ in range(2))
+        few = {n: None if t is None else t[:1, :, :1].contiguous() for n, t in inputs.items()}
+        alone = outcome(kernel, test, few, around, (pull[0][:1, :, :1], pull[1][:1, :1]))
+        for name, value in first.items():
+            assert torch.equal(value, second[name]), name
+            if name != "final S":
+                assert torch.equal(value[:1, :, :1], alone[name]), name
