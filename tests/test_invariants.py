@@ -139,13 +139,10 @@ class TestGeneration:
         assert (greedy(model, ids, prefill_chunk_size=3) == expected).all()
         embeddings = model.get_input_embeddings()(ids)
         assert (greedy(model, None, inputs_embeds=embeddings) == expected[:, 8:]).all()
-        if mixer in MEMORIES:
-            assert (greedy(model, ids, cache_implementation="static") == expected).all()
-            beams = greedy(model, ids, num_beams=3)
-            assert (greedy(model, ids, num_beams=3, cache_implementation="static") == beams).all()
-        else:
-            with pytest.raises(ValueError, match="static: got True for a model with transformer layers"):
-                greedy(model, ids, cache_implementation="static")
+        assert (greedy(model, ids, cache_implementation="static") == expected).all()
+        assert (greedy(model, ids, cache_implementation="static", prefill_chunk_size=3) == expected).all()
+        beams = greedy(model, ids, num_beams=3)
+        assert (greedy(model, ids, num_beams=3, cache_implementation="static") == beams).all()
         with pytest.raises(ValueError, match="cache_implementation: got 'offloaded'"):
             greedy(model, ids, cache_implementation="offloaded")
 
@@ -180,9 +177,7 @@ class TestGeneration:
     @pytest.mark.parametrize("static", [False, True])
     def test_a_reset_cache_is_a_fresh_one(self, mixer, static):
         model, ids = build(mixer), tokens(2, 6)
-        if static and mixer not in MEMORIES:
-            return
-        cache = FastWeightCache(model.config, static=static)
+        cache = FastWeightCache(model.config, static=static, max_cache_len=10)
         with torch.no_grad():
             model(tokens(2, 4, seed=1), cache=cache)
             cache.reset()

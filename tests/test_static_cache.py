@@ -7,10 +7,11 @@ the bookkeeping around it (what is recorded when, which buffers are read and wri
 import pytest
 import torch
 from conftest import assert_close
-from tiny import DTYPE, MEMORIES, build, greedy, tokens
+from tiny import DTYPE, EVERY, MEMORIES, build, greedy, tokens
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fastweight.models import FastWeightCache, decoding
+from fastweight.models import FastWeightCache, decoding, load_state, save_state
+from fastweight.models import cache as cache_module
 from fastweight.models.cache import CACHE_NAME
 from fastweight.models.decoding import GraphedForward
 
@@ -31,27 +32,30 @@ class Operators(TorchDispatchMode):
 WAITS = {"_local_scalar_dense", "item", "nonzero", "masked_select", "unique", "lift_fresh", "equal"}
 
 
-def prompted(model, ids):
-    cache = FastWeightCache(model.config, static=True)
+def prompted(model, ids, mask=None):
+    cache = FastWeightCache(model.config, static=True, max_cache_len=30)
     with torch.no_grad():
-        model(ids, cache=cache)
+        model(ids, cache=cache, attention_mask=mask)
     return cache
 
 
 def addresses(cache):
-    return [part.data_ptr() for layer in cache.layers for part in (*layer.tensors(), layer.num_seen)]
+    counts = [layer.num_seen for layer in cache.layers if hasattr(layer, "num_seen")]
+    return [part.data_ptr() for part in (*cache.tensors(), *counts)]
 
 
-@pytest.mark.parametrize("mixer", MEMORIES)
+@pytest.mark.parametrize("mixer", EVERY)
 class TestOneToken:
-    def test_asks_nothing_of_the_device_and_moves_nothing(self, mixer):
+    def test_asks_nothing_of_the_device_and_moves_nothing(self, mixer, monkeypatch):
         model, ids = build(mixer), tokens(2, 9)
         cache = prompted(model, ids[:, :4])
         places = addresses(cache)
         with torch.no_grad():
             for t in range(4, 9):
+                monkeypatch.setattr(cache_module, "_capturing", lambda: True)  # as while a graph is recorded
                 with Operators() as seen:
                     logits = model(ids[:, t : t + 1], cache=cache).logits
+                monkeypatch.undo()
                 assert not seen.names & WAITS
                 assert addresses(cache) == places
         assert_close(logits, model(ids).logits[:, -1:], DTYPE)
@@ -109,7 +113,7 @@ def recordings(monkeypatch):
     return made
 
 
-@pytest.mark.parametrize("mixer", ["falcon-1", "falcon-3a", "mamba2"])
+@pytest.mark.parametrize("mixer", ["falcon-1", "falcon-3a", "mamba2", "transformer", "hybrid"])
 def test_every_token_after_the_first_is_a_replay(mixer, recordings):
     model, ids = build(mixer), tokens(2, 12)
     expected = model(ids).logits
@@ -150,7 +154,7 @@ def test_what_cannot_be_replayed_is_not(recordings):
     assert not recordings
 
 
-@pytest.mark.parametrize("mixer", ["falcon-3", "gated-deltanet"])
+@pytest.mark.parametrize("mixer", ["falcon-3", "gated-deltanet", "transformer", "hybrid"])
 def test_generate_decodes_through_the_recording(mixer, recordings, monkeypatch):
     model, ids = build(mixer), tokens(2, 5)
     # transformers decides by the device whether to ask for a compiled forward; here a CPU stands for a GPU.
@@ -180,14 +184,84 @@ def test_a_compiled_token_is_compiled_once(mixer):
     assert_close(torch.cat(logits, 1), model(ids).logits[:, 4:], DTYPE)
 
 
+@pytest.mark.parametrize("mixer", ["transformer", "hybrid"])
+class TestStaticKeysAndValues:
+    """The room of fixed size says what the growing cache says."""
+
+    PADDED = torch.tensor([[0, 0, 0, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
+
+    @pytest.mark.parametrize("pieces", [(6, 1, 1, 4), (2, 1, 3, 1, 5), (1, 1, 1, 9)], ids=str)
+    def test_any_split_of_a_padded_batch(self, mixer, pieces):
+        model, ids = build(mixer), tokens(2, 12)
+        mask = torch.cat([self.PADDED, torch.ones(2, 6, dtype=torch.long)], 1)
+        expected = model(ids, attention_mask=mask).logits
+        for given in (True, False):
+            cache, seen, logits = FastWeightCache(model.config, static=True, max_cache_len=12), 0, []
+            with torch.no_grad():
+                for piece in pieces:
+                    told = given or seen < 6  # the mask of the prompt is remembered
+                    upto = mask[:, : seen + piece] if told else None
+                    logits.append(model(ids[:, seen : seen + piece], attention_mask=upto, cache=cache).logits)
+                    seen += piece
+            assert_close(torch.cat(logits, 1)[mask.bool()], expected[mask.bool()], DTYPE)
+            assert cache.get_seq_length() == 12
+
+    def test_a_replayed_token_knows_the_padding_and_the_given_position(self, mixer, recordings):
+        model, ids = build(mixer), tokens(2, 12)
+        mask = torch.cat([self.PADDED, torch.ones(2, 6, dtype=torch.long)], 1)
+        for shift in (None, 5):
+            positions = None if shift is None else (mask.cumsum(1) - 1).clamp(min=0) + shift * (torch.arange(12) >= 6)
+            expected = model(ids, attention_mask=mask, position_ids=positions).logits
+            forward, cache = GraphedForward(model), prompted(model, ids[:, :6], self.PADDED)
+            with torch.no_grad():
+                for t in range(6, 12):
+                    given = {} if positions is None else {"position_ids": positions[:, t : t + 1]}
+                    logits = forward(input_ids=ids[:, t : t + 1], **given, **{CACHE_NAME: cache}).logits
+                    assert_close(logits, expected[:, t : t + 1], DTYPE, name=f"token {t}")
+        assert len(recordings) == 2
+
+    def test_rows_are_selected_and_repeated(self, mixer):
+        model, ids = build(mixer), tokens(2, 9)
+        cache = prompted(model, ids[:, :6], self.PADDED)
+        expected = model(ids, attention_mask=torch.nn.functional.pad(self.PADDED, (0, 3), value=1)).logits[:, 6:]
+        with torch.no_grad():
+            cache.batch_repeat_interleave(2)
+            cache.batch_select_indices(torch.tensor([3, 0]))
+            logits = model(ids[[1, 0], 6:], cache=cache).logits
+        assert_close(logits, expected[[1, 0]], DTYPE)
+
+    def test_a_full_room_is_an_error(self, mixer, recordings):
+        model, ids = build(mixer), tokens(2, 70)
+        with pytest.raises(ValueError, match="max_cache_len: got None for a static cache"):
+            FastWeightCache(model.config, static=True)
+        forward, cache = GraphedForward(model), prompted(model, ids[:, :60])  # 30 is rounded up to 64
+        with torch.no_grad():
+            for t in range(60, 64):
+                forward(input_ids=ids[:, t : t + 1], **{CACHE_NAME: cache})
+            assert len(recordings) == 1
+            with pytest.raises(ValueError, match="cache: got 1 more tokens, expected at most 0"):
+                forward(input_ids=ids[:, 64:65], **{CACHE_NAME: cache})
+        assert cache.get_seq_length() == 64
+        with pytest.raises(ValueError, match="crop: got"):
+            cache.crop(-1)
+
+    def test_a_state_from_a_file(self, mixer, tmp_path):
+        model, ids = build(mixer), tokens(2, 9)
+        save_state(prompted(model, ids[:, :6]), model.config, tmp_path / "state")
+        with torch.no_grad():
+            for how in ({}, {"static": True, "max_cache_len": 9}):
+                cache = load_state(tmp_path / "state", model.config, **how)
+                assert_close(model(ids[:, 6:], cache=cache).logits, model(ids).logits[:, 6:], DTYPE)
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("mixer", MEMORIES)
+@pytest.mark.parametrize("mixer", EVERY)
 def test_cuda_graphs_generate_what_plain_decoding_does(mixer):
     model, ids = build(mixer, torch.float32).cuda(), tokens(2, 5).cuda()
     expected = greedy(model, ids, max_new_tokens=20)
     replayed = greedy(model, ids, max_new_tokens=20, cache_implementation="static")
     assert (replayed == expected).all()
-    cache = FastWeightCache(model.config, static=True)
+    cache = FastWeightCache(model.config, static=True, max_cache_len=25)
     with torch.no_grad():
         model(ids, cache=cache)
         forward = GraphedForward(model)

@@ -55,7 +55,8 @@ class SoftmaxAttention(nn.Module):
             mask: True for real tokens, cached ones included: S = cached + T.
             cu_seqlens: bounds of N documents packed in one row (batch 1, no state).
             state: an object whose `update(k, v)` stores keys and values [B, H, T, d] and returns all of them, and
-                whose `get_seq_length()` counts the stored ones (a cache layer of transformers).
+                whose `get_seq_length()` counts the stored ones (a cache layer of transformers), or one of fixed size
+                that also knows which of them are real (`models.cache.StaticKeyValueLayer`).
             output_state: whether to return `state` (updated in place).
             position_ids: of the new tokens; None counts the real tokens before each (inside its document).
             overwrite_state: not used; keys and values are always added in place.
@@ -69,15 +70,20 @@ class SoftmaxAttention(nn.Module):
                 "mixer: got 'transformer' inside context_parallel, expected a mixer with a memory: softmax attention "
                 "would have to exchange all of its keys and values"
             )
+        static: Any = state if getattr(state, "max_cache_len", None) is not None else None
+        if static is not None and T == 1 and mask is None and not static.is_empty:
+            return self._next(hidden_states, static, position_ids), state if output_state else None
         seen = 0 if state is None else int(state.get_seq_length())
         self._check(mask, cu_seqlens, state, B, T, seen)
         check_cu_seqlens(cu_seqlens, hidden_states)
+        if static is not None and mask is None and static.padded:
+            mask = F.pad(static.seen_mask(), (0, T), value=True)
         if position_ids is None:
             position_ids = default_positions(mask, cu_seqlens, T, seen, hidden_states.device)
-        q, k, v = rearrange(self.qkv_proj(hidden_states), "b t (n h d) -> n b t h d", n=3, d=self.head_dim)
-        q, k = rotate(q, position_ids, self.rope_theta), rotate(k, position_ids, self.rope_theta)
-        q, k, v = (rearrange(u, "b t h d -> b h t d") for u in (q, k, v))
-        if state is not None:
+        q, k, v = self._qkv(hidden_states, position_ids)
+        if static is not None:
+            k, v = (room[:, :, : seen + T] for room in static.update(k, v, mask))
+        elif state is not None:
             k, v = state.update(k, v)
         visible = visibility(mask, cu_seqlens, T, seen, hidden_states.device)
         causal = False
@@ -85,6 +91,20 @@ class SoftmaxAttention(nn.Module):
             causal = True
         o = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, is_causal=causal)
         return self.o_proj(rearrange(o, "b h t d -> b t (h d)")), state if output_state else None
+
+    def _next(self, x: Float[Tensor, "B 1 D"], state: Any, position_ids: Tensor | None) -> Float[Tensor, "B 1 D"]:
+        """One real token after a static cache; nothing is asked of the device, and no size depends on the count."""
+        q, k, v = self._qkv(x, state.next_positions() if position_ids is None else position_ids)
+        visible = state.visible_to_next()
+        k, v = state.update(k, v)
+        o = F.scaled_dot_product_attention(q, k, v, attn_mask=visible)
+        return self.o_proj(rearrange(o, "b h t d -> b t (h d)"))
+
+    def _qkv(self, x: Float[Tensor, "B T D"], position_ids: Int[Tensor, "b T"]) -> list[Float[Tensor, "B H T d"]]:
+        """Queries and keys, turned to their positions, and values."""
+        q, k, v = rearrange(self.qkv_proj(x), "b t (n h d) -> n b t h d", n=3, d=self.head_dim)
+        q, k = rotate(q, position_ids, self.rope_theta), rotate(k, position_ids, self.rope_theta)
+        return [rearrange(u, "b t h d -> b h t d") for u in (q, k, v)]
 
     def core_flops(self, context: float) -> float:
         """FLOP of one token's scores and weighted values over `context` visible keys."""

@@ -4,10 +4,12 @@ A memory keeps a fixed-size `LayerState`, softmax attention keeps keys and value
 Traps: transformers knows recurrent states as dictionaries of tensors, so a `LayerState` is spread over
 `conv_states[0]` and `recurrent_states[0..6]`; without gradients they are overwritten in place (addresses stay), with
 gradients they are replaced, so that backward finds what forward saved. Nothing can be cropped: a memory cannot take
-its last tokens back.
+its last tokens back. A static key-value layer reads its whole room at every token, filled or not.
 """
 
+import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -139,6 +141,11 @@ class KeyValueLayer(DynamicLayer):
     def tensors(self) -> list[Tensor]:
         return [part for part in (self.keys, self.values) if part is not None]
 
+    def held(self) -> tuple[Tensor, Tensor]:
+        """Keys and values of the tokens seen so far."""
+        keys, values = self.tensors()
+        return keys, values
+
     def reset(self) -> None:
         # transformers would keep the length, and go on after as many keys of zeros.
         self.keys = self.values = None
@@ -146,6 +153,125 @@ class KeyValueLayer(DynamicLayer):
 
     def detach(self) -> None:
         self.keys, self.values = (None if part is None else part.detach() for part in (self.keys, self.values))
+
+
+class StaticKeyValueLayer(KeyValueLayer):
+    """Keys and values of softmax attention in a room of fixed size, for compiled or captured decoding.
+
+    What a single token needs to know lies on the device: how many tokens are there (`count`), which of them are real
+    (`real` [B, L]) and how many in each row (`num_real` [B]). So a padded prompt stays padded without a mask.
+
+    Args:
+        max_cache_len: tokens that it has room for; rounded up to a multiple of 64.
+    """
+
+    is_compileable = True
+    is_croppable = False
+
+    def __init__(self, max_cache_len: int) -> None:
+        super().__init__()
+        self.max_cache_len = -(-max_cache_len // 64) * 64
+        self.has_tokens = self.padded = False
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.has_tokens
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        (B, H), L = key_states.shape[:2], self.max_cache_len
+        self.keys = key_states.new_zeros(B, H, L, key_states.shape[-1])
+        self.values = value_states.new_zeros(B, H, L, value_states.shape[-1])
+        self.real = torch.zeros(B, L, dtype=torch.bool, device=self.device)
+        self.num_real = torch.zeros(B, dtype=torch.long, device=self.device)
+        self.count = torch.zeros((), dtype=torch.long, device=self.device)
+        self.is_initialized = True
+        if not torch.compiler.is_compiling():
+            for part in self.tensors():
+                torch._dynamo.mark_static_address(part)
+
+    def get_seq_length(self) -> int:
+        return int(self.count) if self.has_tokens else 0
+
+    def seen_mask(self) -> Tensor | None:
+        """Which of the cached tokens are real [B, seen]; None when all are."""
+        return self.real[:, : self.get_seq_length()] if self.padded else None
+
+    def next_positions(self) -> Tensor:
+        """Position [B, 1] of a single real token that comes next: real tokens before it."""
+        return self.num_real[:, None]
+
+    def visible_to_next(self) -> Tensor:
+        """Which places [B, 1, 1, L] the next token will see: the real ones, and its own."""
+        own = torch.arange(self.max_cache_len, device=self.device) == self.count
+        return (self.real | own)[:, None, None]
+
+    def update(self, key_states: Tensor, value_states: Tensor, mask: Tensor | None = None, **kwargs: Any):
+        """Adds T keys and values [B, H, T, d]. A mask [B, seen + T] says which tokens are real; None: all new ones.
+
+        Returns the whole room, [B, H, L, d] twice. That they fit is the caller's care: `FastWeightCache.check_room`.
+        """
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        assert self.keys is not None, "just made"
+        assert self.values is not None, "just made"
+        T = key_states.shape[2]
+        places = self.count + torch.arange(T, device=self.device)
+        self.keys.index_copy_(2, places, key_states)
+        self.values.index_copy_(2, places, value_states)
+        if mask is None:
+            self.real.index_fill_(1, places, True)
+            self.num_real.add_(T)
+        else:
+            self.padded = True
+            self.real[:, : mask.shape[1]] = mask
+            self.num_real.copy_(mask.sum(1))
+        self.count.add_(T)
+        self.has_tokens = True
+        return self.keys, self.values
+
+    def held(self) -> tuple[Tensor, Tensor]:
+        assert self.keys is not None, "there is nothing yet"
+        assert self.values is not None, "there is nothing yet"
+        seen = self.get_seq_length()
+        return self.keys[:, :, :seen], self.values[:, :, :seen]
+
+    def tensors(self) -> list[Tensor]:
+        if self.keys is None or self.values is None:
+            return []
+        return [self.keys, self.values, self.real, self.num_real, self.count]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.max_cache_len, 0
+
+    def reset(self) -> None:
+        self.has_tokens = self.padded = False
+        for part in self.tensors()[2:]:
+            part.zero_()
+
+    def detach(self) -> None:
+        self._change(lambda part: part.detach())
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self._change(lambda part: part.copy_(part.index_select(0, beam_idx.to(part.device))))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._change(lambda part: part.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._change(lambda part: part.index_select(0, indices.to(part.device)))
+
+    def crop(self, *args: Any, **kwargs: Any) -> None:
+        raise ValueError("crop: got a static key-value cache, expected a dynamic one")
+
+    def _change(self, change: Callable[[Tensor], Tensor]) -> None:
+        if self.keys is not None and self.values is not None:
+            self.keys, self.values, self.real, self.num_real = map(change, self.tensors()[:4])
+
+
+def _capturing() -> bool:
+    """Whether launches are being recorded, so that nothing may be asked of the device."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def _overwrite(old: Tensor | None, new: Tensor) -> Tensor:
@@ -168,18 +294,22 @@ class FastWeightCache(Cache):
     Args:
         config: the model's configuration.
         static: keep every tensor at one address from the first token on, the count of tokens included, so that a
-            one-token forward can be compiled or captured in a CUDA graph; ValueError for a model with key-value layers,
-            whose cache grows.
+            one-token forward can be compiled or captured in a CUDA graph.
+        max_cache_len: tokens that a static cache has room for, prompt included; needed for key-value layers, and of no
+            consequence for memories, which never grow. ValueError when it is missing.
     """
 
     layers: list[Any]
 
-    def __init__(self, config: Any, static: bool = False):
-        if static and "full_attention" in config.layer_types:
+    def __init__(self, config: Any, static: bool = False, max_cache_len: int | None = None):
+        if static and "full_attention" in config.layer_types and (max_cache_len is None or max_cache_len < 1):
             raise ValueError(
-                "static: got True for a model with transformer layers, whose key-value cache grows; expected False"
+                f"max_cache_len: got {max_cache_len} for a static cache of a model with transformer layers, expected "
+                "the number of tokens to have room for"
             )
         kinds = {"state": StaticMemoryLayer if static else MemoryLayer, "kv": KeyValueLayer}
+        if static and max_cache_len is not None:
+            kinds["kv"] = partial(StaticKeyValueLayer, max_cache_len)
         super().__init__(layers=[kinds[mixer_of(name).memory]() for name in config.mixers])
         self.static = static
 
@@ -203,6 +333,19 @@ class FastWeightCache(Cache):
         """Whether no token was seen yet; known without asking the device."""
         return all(layer.is_empty for layer in self.layers)
 
+    @property
+    def room(self) -> float:
+        """Tokens that still fit, which asks the device; infinite for what does not fill up."""
+        filling = [layer for layer in self.layers if isinstance(layer, StaticKeyValueLayer)]
+        return min((layer.max_cache_len - layer.get_seq_length() for layer in filling), default=math.inf)
+
+    def check_room(self, num_tokens: int) -> None:
+        """ValueError before any layer has changed, where so many more tokens do not fit; unseen where compiled code or
+        a recording may not ask."""
+        filling = self.static and any(isinstance(layer, StaticKeyValueLayer) for layer in self.layers)
+        if filling and not (torch.compiler.is_compiling() or _capturing()) and num_tokens > self.room:
+            raise ValueError(f"cache: got {num_tokens} more tokens, expected at most {self.room} (see max_cache_len)")
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.layers[layer_idx].get_seq_length()
 
@@ -217,7 +360,7 @@ class FastWeightCache(Cache):
 
     @property
     def is_croppable(self) -> bool:
-        return not any(isinstance(layer, MemoryLayer) for layer in self.layers)
+        return not (self.static or any(isinstance(layer, MemoryLayer) for layer in self.layers))
 
     @property
     def is_compileable(self) -> bool:

@@ -45,12 +45,21 @@ class FastWeightGenerationMixin(_Base):
             return GraphedForward(self)
         return super().get_compiled_call(compile_config)
 
-    def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
+    def create_masks_for_generate(self, *, inputs_embeds: Tensor, attention_mask: Tensor | None, **kwargs: Any) -> Any:
+        """What a static cache is called with: the mask of the prompt. The cache remembers it, and a token that was
+        generated is real, so what follows needs none."""
+        follows = inputs_embeds.shape[1] == 1 and not kwargs.get("is_first_iteration")
+        return {"linear_attention": None if follows else attention_mask}
+
+    def _prepare_cache_for_generation(
+        self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length, *args
+    ):
         """A cache of ours, static when `cache_implementation="static"` asks for it; there are no others."""
         wanted = generation_config.cache_implementation
         if wanted not in (None, "dynamic", "static"):
             raise ValueError(f"cache_implementation: got {wanted!r}, expected 'dynamic' or 'static'")
         if generation_config.use_cache is not False and model_kwargs.get(CACHE_NAME) is None:
             generation_config.cache_implementation = None
-            model_kwargs[CACHE_NAME] = FastWeightCache(self.config, static=wanted == "static")
-        return super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+            model_kwargs[CACHE_NAME] = FastWeightCache(self.config, wanted == "static", max_cache_length)
+        given = (generation_config, model_kwargs, generation_mode, batch_size, max_cache_length, *args)
+        return super()._prepare_cache_for_generation(*given)

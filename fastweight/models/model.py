@@ -137,6 +137,8 @@ class FastWeightModel(FastWeightPreTrainedModel):
         cache = one_of("cache", cache, "past_key_values", past_key_values)
         cu_seqlens = document_bounds(cu_seqlens, kwargs.get("cu_seq_lens_q"), position_ids, attention_mask, cache)
         cache = self._cache(cache, use_cache, cu_seqlens)
+        if cache is not None:
+            cache.check_room(hidden_states.shape[1])
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         collected, place = [], current()

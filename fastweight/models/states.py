@@ -34,7 +34,7 @@ def save_state(cache: FastWeightCache, config: FastWeightConfig, path: str | Pat
     tensors: dict[str, Tensor] = {}
     for i, layer in enumerate(cache.layers):
         if isinstance(layer, KeyValueLayer):
-            keys, values = (part.detach().contiguous() for part in layer.tensors())
+            keys, values = (part.detach().contiguous() for part in layer.held())
             tensors |= {f"layers.{i}.keys": keys, f"layers.{i}.values": values}
         else:
             tensors |= layer.load().tensors(f"layers.{i}.")
@@ -43,7 +43,12 @@ def save_state(cache: FastWeightCache, config: FastWeightConfig, path: str | Pat
 
 
 def load_state(
-    path: str | Path, config: FastWeightConfig, *, device: torch.device | str = "cpu", static: bool = False
+    path: str | Path,
+    config: FastWeightConfig,
+    *,
+    device: torch.device | str = "cpu",
+    static: bool = False,
+    max_cache_len: int | None = None,
 ) -> FastWeightCache:
     """The cache that `save_state` wrote, for a model of the same settings.
 
@@ -51,7 +56,7 @@ def load_state(
         path: the file.
         config: of the model that will go on; a setting that differs from the file's raises ValueError.
         device: where the tensors go.
-        static: see `FastWeightCache`.
+        static, max_cache_len: see `FastWeightCache`.
     """
     with safe_open(path, framework="pt", device=str(device)) as file:
         metadata = file.metadata() or {}
@@ -59,7 +64,7 @@ def load_state(
             raise ValueError(f"path: got {path} without the mark {FORMAT!r}, expected a file written by save_state")
         _check_meaning(json.loads(metadata["settings"]), config)
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
-    cache = FastWeightCache(config, static=static)
+    cache = FastWeightCache(config, static=static, max_cache_len=max_cache_len)
     with torch.no_grad():
         for i, layer in enumerate(cache.layers):
             if isinstance(layer, KeyValueLayer):
