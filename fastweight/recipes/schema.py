@@ -162,6 +162,7 @@ class Engine:
         compile: torch.compile of the blocks.
         gradient_checkpointing: compute activations twice instead of keeping them.
         parallel: "ddp" or "fsdp2" when torchrun starts several processes; one process needs neither.
+        context_parallel: processes that share each sequence, a part each, for text too long for one device.
         workers: processes that read the data ahead, for each training process; 0 reads between steps.
         report: "tensorboard", "wandb" or "none", beside metrics.jsonl, which is always written. None means tensorboard
             for text and none for addition.
@@ -170,11 +171,13 @@ class Engine:
     compile: bool = False
     gradient_checkpointing: bool = False
     parallel: Literal["ddp", "fsdp2"] = "ddp"
+    context_parallel: int = 1
     workers: int = 0
     report: Literal["tensorboard", "wandb", "none"] | None = None
 
     def __post_init__(self) -> None:
         _require(self.workers >= 0, "engine.workers", self.workers, "at least 0")
+        _require(self.context_parallel >= 1, "engine.context_parallel", self.context_parallel, "at least 1 process")
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from fastweight.recipes import AdditionTask, DrawnTask, Run, TextTask
 from fastweight.tasks.addition import IGNORE, VOCAB_SIZE, AdditionBatches, held_out
 from fastweight.tasks.problems import DrawnBatches
 from fastweight.tasks.scoring import all_hits, score
+from fastweight.training.context import part_of, place_of
 
 Batch = dict[str, Tensor]
 
@@ -103,7 +104,7 @@ def text(run: Run, task: TextTask) -> Material:
         train=InOrder(windows, settings.steps * settings.batch_size),
         collate=_collate_of(task),
         items=micro_batch,
-        validate=_no_figures if settings.validate_every == 0 else _mean_loss(task, micro_batch),
+        validate=_no_figures if settings.validate_every == 0 else _mean_loss(run, task, micro_batch),
         vocab_size=tokenizer.vocab_size,
         end_of_text=tokenizer.end_of_text,
         tokenizer=tokenizer.to_transformers(),
@@ -193,7 +194,7 @@ def _exact_match(task: AdditionTask) -> Callable[[Any], dict[str, float]]:
     return validate
 
 
-def _mean_loss(task: TextTask, micro_batch: int) -> Callable[[Any], dict[str, float]]:
+def _mean_loss(run: Run, task: TextTask, micro_batch: int) -> Callable[[Any], dict[str, float]]:
     """From a model to its mean loss on the first validation sequences; processes share them."""
     assert task.data is not None, "checked by the caller"
     shards = open_shards(task.data, "validation")
@@ -202,7 +203,7 @@ def _mean_loss(task: TextTask, micro_batch: int) -> Callable[[Any], dict[str, fl
     count = min(task.validation_sequences, len(windows))
 
     def validate(model: Any) -> dict[str, float]:
-        rank, world = _place()
+        part, rank, world = place_of(run)
         device, was_training = next(model.parameters()).device, model.training
         batches = list(torch.arange(count).split(micro_batch))
         sums = torch.zeros(2, dtype=torch.float64, device=device)
@@ -214,19 +215,13 @@ def _mean_loss(task: TextTask, micro_batch: int) -> Callable[[Any], dict[str, fl
                 batch = collate([windows[int(i)] for i in batches[min(at, len(batches) - 1)]])
                 if at >= len(batches):
                     batch["labels"].fill_(IGNORE)
+                batch = part_of(batch, part, run.engine.context_parallel)
                 batch = {name: value.to(device) for name, value in batch.items()}
                 total = model(**batch, num_items_in_batch=1, use_cache=False, output_logits=False).loss
                 sums += torch.stack([total.double(), (batch["labels"] != IGNORE).sum().double()])
         model.train(was_training)
-        if world > 1:
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
             torch.distributed.all_reduce(sums)
         return {"loss": float(sums[0] / sums[1]), "tokens": float(sums[1])}
 
     return validate
-
-
-def _place() -> tuple[int, int]:
-    """Rank and number of processes."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_rank(), torch.distributed.get_world_size()
-    return 0, 1

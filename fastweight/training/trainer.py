@@ -28,6 +28,7 @@ from fastweight.models.cost import flops_per_token
 from fastweight.recipes import Optimizer, Run, rundir, to_dict
 from fastweight.training.arguments import micro_batches_of, report_of, training_arguments
 from fastweight.training.callbacks import METRICS, Clock, CompleteCheckpoints, Metrics, ProgressBar, Stops, Validation
+from fastweight.training.context import groups_of, ranks_of, shared
 from fastweight.training.groups import parameter_groups
 from fastweight.training.material import Material, material_of
 from fastweight.training.model import build_model, config_of
@@ -97,7 +98,8 @@ def train(
         raise ValueError(f"max_steps: got {max_steps}, expected at least 1")
     console, processes = console or Console(stderr=True), int(os.environ.get("WORLD_SIZE", "1"))
     last = min(run.training.steps, max_steps or run.training.steps)
-    accumulation, material = micro_batches_of(run, processes) // processes, material_of(run)
+    groups = groups_of(run, processes)
+    accumulation, material = micro_batches_of(run, groups) // groups, shared(material_of(run), run)
     record = {"run": to_dict(run), "processes": processes, "data": material.source}
     start = _starting_point(run_dir, record, allow_changes, console)
     if start is not None and rundir.steps_of(start) >= last:
@@ -115,7 +117,7 @@ def train(
         trainer.add_callback(tracker)
     bar = ProgressBar(f"{run.name} {run.model.get('mixer', '')}".strip(), console, last)
     trainer.add_callback(bar)
-    with _one_bar(), _cpu_threads(run.training.threads):
+    with _one_bar(), _cpu_threads(run.training.threads), ranks_of(run):
         try:
             trainer.train(resume_from_checkpoint=None if start is None else str(start))
         finally:
