@@ -32,6 +32,7 @@ from benchmarks.gpu_worker import DECODE, milliseconds
 
 BOX = 25.0  # seconds one measurement may take
 ROUNDS = 2
+RESERVE = 20.0  # seconds of the last round, which no library that still tunes gets
 DRAIN = 0.15  # seconds for what a stopped process has queued on the device
 
 
@@ -95,13 +96,15 @@ def ceilings() -> dict[str, float]:
     return found
 
 
-def start(labels: Iterable[str], numbers: list[int], cache: str) -> list[Child]:
+def start(labels: Iterable[str], numbers: list[int], tuned: set[int], cache: str) -> list[Child]:
     """One child a case, and one for every number and width of heads of a case that tunes itself to them."""
     children = []
     for label in labels:
         mine = [n for n in numbers if label != DECODE and SHAPES[n] in CASES[label].shapes()]
         heads = dict.fromkeys(SHAPES[n][2:] for n in mine)
         tunes = label != DECODE and CASES[label].tunes
+        if tunes and not CASES[label].quiet:
+            mine = [n for n in mine if n in tuned]
         groups = [[n for n in mine if SHAPES[n][2:] == those] for those in heads] if tunes else [mine]
         children += [Child(label, group, cache) for group in groups if group or label == DECODE]
     return children
@@ -109,7 +112,8 @@ def start(labels: Iterable[str], numbers: list[int], cache: str) -> list[Child]:
 
 def measure(child: Child, number: int, children: list[Child], report: Report, end: float) -> None:
     """One measurement, while everybody who is not waiting for one is stopped."""
-    busy = [other for other in children if other is not child and not other.warm and other.alive and other.tuned]
+    loud = [other for other in children if not (other.warm or other.still_quiet(report))]
+    busy = [other for other in loud if other is not child and other.alive and other.tuned]
     for other in busy:
         other.hold(True)
     time.sleep(DRAIN if busy else 0)
@@ -124,8 +128,8 @@ def measure(child: Child, number: int, children: list[Child], report: Report, en
 
 
 def run_round(chosen: list[Child], children: list[Child], report: Report, end: float) -> None:
-    """One measurement of each of the chosen at each of its shapes, shape by shape."""
-    for number in range(len(SHAPES)):
+    """One measurement of each of the chosen at each of its shapes, shape by shape in the order that was asked for."""
+    for number in dict.fromkeys(number for child in children for number in child.numbers or [0]):
         for child in chosen:
             if number in (child.numbers or [0]) and child.warm and child.alive and time.monotonic() < end:
                 measure(child, number, children, report, end)
@@ -139,7 +143,7 @@ def as_they_come(children: list[Child], report: Report, end: float) -> Iterator[
             late = time.monotonic() > end
             if not child.tuned and not late:
                 continue
-            said = child.until("warm", report, end if late else time.monotonic() + 0.05, kill=late)
+            said = child.warmed(report, end if late else time.monotonic() + 0.05, kill=late)
             if said is None:
                 continue
             pending.remove(child)
@@ -151,15 +155,19 @@ def as_they_come(children: list[Child], report: Report, end: float) -> Iterator[
 
 
 def run(children: list[Child], report: Report, end: float) -> None:
-    """Ours and whatever is warm by then, in rounds; then the others as they come, until the deadline."""
+    """Ours and whatever is warm by then; then the others as they come, until RESERVE seconds before the deadline.
+
+    The second round of the former is last, so that nobody waits for it who still compiles.
+    """
     peers = [child for child in children if child.label == DECODE or CASES[child.label].peer]
     ready = list(as_they_come([child for child in children if child not in peers], report, end))
     ready += [child for child in peers if child.drain(report)]
-    for turn in range(ROUNDS):
-        run_round(ready if turn % 2 == 0 else ready[::-1], children, report, end)
-    for child in as_they_come([child for child in peers if child not in ready], report, end):
+    run_round(ready, children, report, end)
+    for child in as_they_come([child for child in peers if child not in ready], report, end - RESERVE):
         for _ in range(ROUNDS):
             run_round([child], children, report, end)
+    for _ in range(ROUNDS - 1):
+        run_round(ready[::-1], children, report, end)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -167,6 +175,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("results/kernels"), help="folder for JSON, tables and picture")
     parser.add_argument("--only", nargs="*", default=[*CASES, DECODE], help="labels of the cases to run")
     parser.add_argument("--shapes", nargs="*", type=int, default=range(len(SHAPES)), help="numbers of the shapes")
+    parser.add_argument(
+        "--tuned", nargs="*", type=int, default=range(len(SHAPES)), help="of these, where libraries that tune are timed"
+    )
     parser.add_argument("--seconds", type=float, default=600, help="deadline; what is not done by then is left out")
     parser.add_argument(
         "--redraw", action="store_true", help="only make tables and picture again, from the JSON in --out"
@@ -182,7 +193,7 @@ def main(arguments: list[str] | None = None) -> None:
         raise SystemExit("benchmarks.gpu needs a CUDA device")
     report = Report(chosen.out)
     with tempfile.TemporaryDirectory() as cache:
-        children = start(chosen.only, list(chosen.shapes), cache)
+        children = start(chosen.only, list(chosen.shapes), set(chosen.tuned), cache)
         try:
             run(children, report, report.began + chosen.seconds)
         finally:

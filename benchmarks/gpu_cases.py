@@ -116,7 +116,7 @@ class Case:
 
     make: imports what it needs and returns the call (q, k, v, beta, gate) -> o. judged: whether it computes the op
     itself (softmax attention stands beside it for scale only). tunes: chooses among configurations, or compiles for
-    minutes, at every new number of heads.
+    minutes, at every new number of heads; quiet: and does not use the device until it has done so.
     """
 
     label: str
@@ -126,6 +126,7 @@ class Case:
     judged: bool = True
     trains: bool = True
     tunes: bool = False
+    quiet: bool = False
     widths: tuple[int, ...] = (64, 128)
 
     def shapes(self) -> list[Shape]:
@@ -174,7 +175,14 @@ CASES = {
     for case in (
         *(Case(name, name, _ours(name), peer=False) for name in OPS),
         Case("SDPA, causal", "gated delta rule", _softmax, judged=False),
-        Case("FlashQLA gated delta rule", "gated delta rule", _delta_of("flash_qla"), widths=(128,), tunes=True),
+        Case(
+            "FlashQLA gated delta rule",
+            "gated delta rule",
+            _delta_of("flash_qla"),
+            widths=(128,),
+            tunes=True,
+            quiet=True,
+        ),
         # FLA refuses the gated backward of simple_gla on Hopper with this Triton.
         Case("FLA simple GLA", "linear attention", _simple_gla, trains=False, tunes=True),
         Case("FLA gated delta rule", "gated delta rule", _delta_of("fla.ops.gated_delta_rule"), tunes=True),

@@ -40,6 +40,7 @@ class Child:
     def __init__(self, label: str, numbers: list[int], cache: str) -> None:
         self.label, self.numbers = label, numbers
         self.warm, self.said = False, queue.Queue[dict[str, Any]]()
+        self.quiet = label != DECODE and CASES[label].quiet
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (lives as long as the child)
         environment = os.environ | {name: os.path.join(cache, name.lower()) for name in CACHES}
         words, elsewhere = [label, *map(str, numbers)], second_device()
@@ -116,14 +117,26 @@ class Child:
                 self.process.wait()
                 return {"failed": "out of time"}
             if said["kind"] == "end":
+                self.said.put(said)  # whoever asks again hears it again
                 self.log.seek(0)
                 return {"failed": self.log.read().strip()[-300:] or "the process ended"}
             report.take(said)
             self.warm |= said["kind"] == "warm"
+            self.quiet &= said["kind"] != "first"
             if said["kind"] == kind:
                 return said
 
+    def warmed(self, report: Any, end: float, kill: bool) -> dict[str, Any] | None:
+        """`until` it is warm, which it may have said before."""
+        return {"kind": "warm"} if self.warm else self.until("warm", report, end, kill)
+
     def drain(self, report: Any) -> bool:
         """Whether it is warm by now."""
-        self.until("warm", report, time.monotonic() + 0.05, kill=False)
+        self.warmed(report, time.monotonic() + 0.05, kill=False)
         return self.warm
+
+    def still_quiet(self, report: Any) -> bool:
+        """Whether it has not used the device so far."""
+        if self.quiet:
+            self.drain(report)
+        return self.quiet

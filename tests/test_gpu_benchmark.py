@@ -147,6 +147,7 @@ def test_a_library_that_tunes_itself_does_so_on_the_second_device_first(tmp_path
     monkeypatch.setattr(gpu, "machine", lambda: dict.fromkeys(("device", "torch", "triton", "commit", "command"), "x"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(gpu, "RESERVE", 0.0)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,7")
     gpu.main(["--out", str(tmp_path), "--only", "FLA gated delta rule", "--shapes", "0", "--seconds", "20"])
     (row,) = json.loads((tmp_path / "gpu.json").read_text())["rows"]
