@@ -98,13 +98,17 @@ def blocks(tensor: Tensor, rows: int) -> Any:
     return _described(tensor, _template((tensor.numel() // columns, columns), (columns, 1), (rows, 64)))
 
 
-def walk_of(where: Geometry, given: Inputs) -> Walk:
-    """One piece a sequence where programs fill the device, else as many as it holds at once; few are not worth it."""
+def walk_of(where: Geometry, given: Inputs, reverse: bool = False) -> Walk:
+    """One piece a sequence where programs fill the device, else as many as it holds at once; few are not worth it.
+
+    In reverse there may be more of them: only maps are advanced, no values.
+    """
     H, K, V = given.v.shape[2], given.q.shape[3], given.v.shape[3]
     programs = where.sequences * H * (V // 64)
     if programs >= FEW_PROGRAMS or where.chunks < LEAST_CHUNKS:
         return Walk(where, 1, 2**30)
-    pieces = min(WALKING // programs, 1 + ADVANCING // (where.sequences * H * ((K + V) // 64)), where.chunks // 4)
+    columns = (K if reverse else K + V) // 64
+    pieces = min(WALKING // programs, 1 + ADVANCING // (where.sequences * H * columns), where.chunks // 4)
     length = -(-where.chunks // pieces) if pieces > 2 else where.chunks
     return Walk(where, -(-where.chunks // length), length)
 

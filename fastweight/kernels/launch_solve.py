@@ -121,13 +121,13 @@ PLAIN = Engine(_prepare, _forward, _advance, _backward_state)
 HOPPER = Engine(launch_hopper.prepare, launch_hopper.forward, launch_hopper.advance, launch_hopper.backward_state)
 
 
-def _engine(given: Inputs, where: Geometry) -> tuple[Engine, Walk]:
+def _engine(given: Inputs, where: Geometry, reverse: bool = False) -> tuple[Engine, Walk]:
     """Which kernels walk the chunks, and in how many pieces."""
     H, V, dtype = given.v.shape[2], given.v.shape[3], given.v.dtype
     if not launch_hopper.fits(given, where.cu):
         return PLAIN, Walk.of(where, where.sequences * H * _columns(V, given))
     engine = HOPPER._replace(prepare=_prepare) if dtype == torch.float16 else HOPPER
-    return engine, launch_hopper.walk_of(where, given)
+    return engine, launch_hopper.walk_of(where, given, reverse)
 
 
 def forward(plan, q, k, v, beta, lam, state0, key0, has_key, mask, cu_seqlens, save):
@@ -205,7 +205,7 @@ def backward(plan, d_o, d_state1, q, k, v, beta, lam, key0, has_key, mask, cu_se
     where = Geometry.of(B, T, cu_seqlens)
     d_o = d_o.contiguous()
     d_o = d_o.clone() if d_o.data_ptr() % 16 else d_o  # what TMA reads is aligned
-    engine, walk = _engine(given, where)
+    engine, walk = _engine(given, where, reverse=True)
     rows = _rows_at_once(engine, walk, given)
     out = Gradients(given, where, want_state, None if rows == len(q) else rows * where.chunks)
     if rows < len(q):
@@ -252,6 +252,7 @@ def _in_turns(engine, plan, given, where, count, d_o, d_state1, saved, out) -> N
         written = residual[tokens]
         kept = _rebuild(plan, mine, place, rates, written, states[rows]) if plan.rebuild else states[chunks]
         _rest(plan, mine, place, d_o[rows], (*rates, written, kept), part)
+        del kept  # the next turn's are made in the same memory
 
 
 def _rows_at_once(engine: Engine, walk: Walk, given: Inputs) -> int:

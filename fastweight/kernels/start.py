@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
-_compiled: dict[tuple, tuple[Any, tuple]] = {}
+_compiled: dict[tuple, tuple[Any, tuple, Any]] = {}  # the kernel is kept too, so that no other one gets its id
 
 
 def _kinds(arguments: tuple[Any, ...]) -> list[Any]:
@@ -41,7 +41,7 @@ def start(kernel: Any, grid: tuple[Any, ...], *arguments: Any, **options: Any) -
     if known is None:
         compiled: Any = kernel[grid](*arguments, **options)
         names = kernel.arg_names[len(arguments) :]
-        _compiled[key] = compiled, tuple(options[name] for name in names)
+        _compiled[key] = compiled, tuple(options[name] for name in names), kernel
         return
-    compiled, constants = known
+    compiled, constants, _ = known
     compiled[(*grid, 1, 1)[:3]](*arguments, *constants)
