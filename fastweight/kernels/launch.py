@@ -142,14 +142,6 @@ class Walk(NamedTuple):
         """[N segments, ...] as [N, segments, ...]."""
         return rearrange(state, "(n s) h k v -> n s h k v", s=self.segments)
 
-    def decays(self, decay: Tensor, stride: int) -> Tensor:
-        """What each segment leaves of a state where nothing is subtracted, [N, segments, H, 1, 1]."""
-        where = self.where
-        ends = torch.arange(1, where.chunks + 1, device=decay.device).mul(stride).clamp(max=where.length) - 1
-        total = rearrange(decay, "h (n t) -> n h t", n=where.sequences)[:, :, ends].double()
-        total = torch.nn.functional.pad(total, (0, self.segments * self.length - where.chunks))
-        return torch.exp2(reduce(total, "n h (s c) -> n s h 1 1", "sum", s=self.segments))
-
 
 def chain(decays: Tensor, local: Tensor, outside: Tensor | None, reverse: bool) -> Tensor:
     """States [N segments, ...] that segments start from (end at, in reverse), from what each leaves and what it adds.
