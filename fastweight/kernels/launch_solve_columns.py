@@ -106,7 +106,7 @@ def backward(plan, d_o, d_state1, q, k, v, beta, lam, key0, has_key, mask, cu_se
 def _backward_chunk(where, given, common, saved, out: Gradients, blocks: int, steps, named) -> None:
     """Everything that is parallel over chunks; what each block of columns gives is summed here."""
     tasks = where.slots * given.v.shape[2] * blocks
-    programs = min(tasks, 3 * FEW_PROGRAMS)
+    programs = min(tasks, FEW_PROGRAMS * 256 // named["BV"])
     aside = given.v.new_empty(programs, 4, named["BV"], named["BK"])
     shared = {"q": out.q, "k": out.k, "lam": out.lam, "key0": out.key0}
     each = {name: _one_per(blocks, name, t) for name, t in shared.items()}

@@ -280,10 +280,10 @@ def backward_chunk(
                 True,
             )  # fmt: skip
             store_columns(d_beta, d_gain, first, b, h, lone, live, H, V)
-            shares = tl.sum(beside(d_energy, d_ridge, BV), axis=0)
             if d_lam is not None:
                 to_lam = d_lam + shelf + first * H + h
-                tl.store(to_lam + (i - 16) * H, shares, mask=(i >= 16) & (i < high + 16))
+                tl.store(to_lam + b * H, tl.sum(d_ridge, axis=0), mask=live)
+            share = tl.gather(tl.sum(d_energy, axis=0), i % 16, axis=0)
             back_to_start = beside(misses, reads, BV).to(LOW)
             d_xq = tl.dot(tl.trans(back_to_start), S, input_precision=DOT)
             written = beside(z, tl.zeros_like(z), BV).to(LOW)
@@ -292,7 +292,7 @@ def backward_chunk(
             between = beside(between, tl.zeros_like(between), 32)
             between = (between + tl.trans(between)).to(LOW)
             d_xq = tl.dot(between, xq, acc=d_xq, input_precision=DOT)
-            d_xq += tl.where(i < 16, 2 * shares, 0.0)[:, None] * xq.to(tl.float32)
+            d_xq += tl.where(i < 16, 2 * share, 0.0)[:, None] * xq.to(tl.float32)
             store_tile(d_q + shelf * K, d_xq, first - 16, i, h, ck, (i >= 16) & (i < high + 16), H, K, BK)
             key_of, lives = source_rows(previous, first, i, low, tl.minimum(high, 16), SHIFT)
             owns = has_pair(unmasked, has_key, first, i, key_of, lives, low, n)
