@@ -110,7 +110,7 @@ def _backward_token(plan, given, where, d_o, saved, out) -> None:
     start(
         solve_gradient.backward_token, (where.slots, H),
         given.q, given.k, d_o, given.beta, given.lam, *given[5:], eta, decay, residual, states, out.v, out.states,
-        torch.empty_like(decay), out.q, out.k, out.beta, out.lam, out.key0, *tables(where),
+        decay.new_empty(H, where.tokens), out.q, out.k, out.beta, out.lam, out.key0, *tables(where),
         float(plan.eps), float(plan.floor), SUM=sum_dtype(dtype), DIVIDES=_divides(given),
         DECAYED=plan.decayed, BEFORE=plan.before, DOT=precision(dtype), V=V, **given.widths, **gate_flags(plan),
         **token_tile(K, V, dtype)._asdict(),
