@@ -67,6 +67,9 @@ def attend(inputs: Inputs, call: Any, around: Around, output_final_state: bool, 
     run: the op of one process on an unpacked or packed part, with its final state.
     """
     v, cu = inputs.v, around.cu_seqlens
+    if scan.fits(inputs, call, around):
+        with torch.autocast(v.device.type, enabled=False):
+            return scan.scan(inputs, call.rule, around.initial_state, place, output_final_state)
     rows = len(v) if cu is None else len(cu) - 1
     state = _whole_state(inputs, call.rule, around.initial_state, rows)
     here = _Here(
@@ -84,11 +87,6 @@ def attend(inputs: Inputs, call: Any, around: Around, output_final_state: bool, 
 
 def _computed(here: _Here) -> tuple[Tensor, dict[int, State], tuple[Tensor, ...]]:
     """Outputs, the states of rows that end or stand here, and what was received."""
-    if scan.fits(here.inputs, here.call, here.around):
-        begun = here.around.initial_state
-        assert isinstance(begun, State), "made by the caller"
-        o, state, received = scan.scan(here.inputs, here.rule, begun, here.place, here.anchor)
-        return o, {0: state}, received
     boundary, tails = _boundary(here)
     alone = here.rule.gain == "column" and here.rule.objective == "regression"
     o, states, received = (_in_turns if alone else _through_maps)(here, boundary)
