@@ -65,6 +65,7 @@ def test_the_commands_are_these() -> None:
         "info",
         "lab",
         "prepare",
+        "report",
         "study",
         "train addition",
         "train lm",

@@ -8,7 +8,7 @@ from torch import nn
 
 from fastweight.layers.attention import FastWeightAttention
 from fastweight.layers.delta import DeltaAttention
-from fastweight.recipes import RecallTask, TrackingTask, load_recipe
+from fastweight.recipes import DrawnTask, RecallTask, TrackingTask, load_recipe
 from fastweight.tasks import mqar, tracking
 from fastweight.tasks.problems import IGNORE, DrawnBatches, Problems
 from fastweight.training.material import material_of
@@ -131,12 +131,14 @@ class Oracle(nn.Module):
 @pytest.mark.parametrize("name", ["mqar-tiny", "s3-tiny"])
 def test_validation_of_a_perfect_and_of_an_ignorant_model(name):
     run = load_recipe(name, ["task.validation_problems=200"])
-    low, high = run.task.train_sizes
-    known = [run.task.held_out(size, 200, "validation") for size in (low, (low + high) // 2, high)]
-    perfect = material_of(run).validate(Oracle(known, True, run.task.vocab_size))
+    task = run.task
+    assert isinstance(task, DrawnTask)
+    low, high = task.train_sizes
+    known = [task.held_out(size, 200, "validation") for size in (low, (low + high) // 2, high)]
+    perfect = material_of(run).validate(Oracle(known, True, task.vocab_size))
     assert set(perfect.values()) == {1.0}
-    ignorant = material_of(run).validate(Oracle(known, False, run.task.vocab_size))["token"]
-    assert ignorant == 0 if name == "mqar-tiny" else abs(ignorant - run.task.chance) < 0.05
+    ignorant = material_of(run).validate(Oracle(known, False, task.vocab_size))["token"]
+    assert ignorant == 0 if name == "mqar-tiny" else abs(ignorant - task.chance) < 0.05
 
 
 @pytest.mark.parametrize("step", ["normalized", "direct"])

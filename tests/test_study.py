@@ -118,3 +118,37 @@ def test_a_study_runs_side_by_side_and_is_not_run_twice(tmp_path, monkeypatch):
     assert run_main(monkeypatch, "eval", "task", *dirs, "--out", str(report)) == 0
     again = json.loads((report / "study.json").read_text())["outcomes"]
     assert [o["shares"] for o in again] == [o["shares"] for o in told["outcomes"]]
+
+
+def test_a_report_holds_every_section_the_papers_figures_and_what_is_open(tmp_path):
+    from fastweight.evaluation import paper
+    from fastweight.study.collect import collect, write_collection
+
+    with pytest.raises(ValueError, match="expected a directory with results"):
+        collect(tmp_path)
+    one = tmp_path / "one"
+    one.mkdir()
+    (one / "README.md").write_text("# One\n\n![A](a.png) and [b](b.json)\n\n```bash\n# no heading\n```\n")
+    with pytest.raises(ValueError, match=r"a\.png"):
+        write_collection(tmp_path, tmp_path)
+    (one / "a.png").write_bytes(b"not really")
+    (tmp_path / "open.md").write_text("* Something else.")
+    told = collect(tmp_path)
+    assert "\n## One\n" in told
+    assert "![A](one/a.png) and [b](one/b.json)" in told
+    assert "\n# no heading\n" in told
+    assert "* Something else." in told
+    assert all(f"| {name} |" in told for name in paper.ADDITION | paper.PERPLEXITY)
+    assert "no figure of ours for transformer" in told
+    two = tmp_path / "two"
+    two.mkdir()
+    scored = [outcome("transformer", seed, 1.0, 0.9 + 0.02 * seed) for seed in (0, 1)]
+    for run in scored:
+        run.shares["exact"] = run.shares["token"]
+    study = Study("two", "Sums.", "addition-small", {"transformer": []}, "transformer", seeds=2)
+    write_study(study, scored, two, {"commit": "abc"})
+    told = write_collection(tmp_path, tmp_path)[0].read_text()
+    assert "| 2 | 91.0 ± 1.4 | +25.2* |" in told  # the paper's Transformer has 65.8
+    assert "no figure of ours for transformer" not in told
+    page = (tmp_path / "report.html").read_text()
+    assert page.count("data:image/png;base64,") == 2

@@ -8,10 +8,10 @@ import sys
 
 from rich.console import Console
 
-from fastweight.cli import addition, data, evaluate, generate, lab, machine, study, train
+from fastweight.cli import addition, data, evaluate, generate, lab, machine, report, study, train
 from fastweight.cli.shared import app
 
-__all__ = ["addition", "app", "data", "evaluate", "generate", "lab", "machine", "main", "study", "train"]
+__all__ = ["addition", "app", "data", "evaluate", "generate", "lab", "machine", "main", "report", "study", "train"]
 
 
 def main() -> None:

@@ -36,6 +36,12 @@ def _inside(path: Path) -> str:
     return "data:image/png;base64," + base64.b64encode(path.read_bytes()).decode()
 
 
+def findings(folder: Path) -> str:
+    """What a person wrote about the results of a folder (findings.md), kept when they are made anew; else nothing."""
+    written = folder / "findings.md"
+    return written.read_text(encoding="utf-8").strip() if written.is_file() else ""
+
+
 def markdown_table(head: list[str], rows: list[list[str]]) -> str:
     """A Markdown table; the first column is text, the others are right-aligned."""
     lines = [head, ["---"] + ["---:"] * (len(head) - 1), *rows]

@@ -59,7 +59,7 @@ def draw_one(panel: Panel, path: Path) -> None:
     FigureCanvasAgg(figure)
     draw_panel(figure.subplots(), panel)
     figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside right center", frameon=False)
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=90)
 
 
 def draw_family(panels: Mapping[str, Panel], path: Path) -> None:
@@ -71,7 +71,7 @@ def draw_family(panels: Mapping[str, Panel], path: Path) -> None:
         draw_panel(figure.add_subplot(lines, columns, place), panel)
     most = max(figure.axes, key=lambda axes: len(axes.get_lines()))
     figure.legend(*most.get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False)
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=100)
 
 
 def draw_cells(cells: Sequence[Cell], path: Path) -> None:
@@ -92,4 +92,4 @@ def draw_cells(cells: Sequence[Cell], path: Path) -> None:
         axes.set_xticks(range(len(QUESTIONS)), QUESTIONS)
         axes.set_yticks(range(len(CELLS)), [f"{pairing}\n{timing}" for pairing, timing in CELLS], fontsize=8)
     figure.suptitle("% right: the next token, this token again, this token at its first coming")
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=100)

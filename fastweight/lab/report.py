@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from fastweight.evaluation.page import html_page, markdown_table
+from fastweight.evaluation.page import findings, html_page, markdown_table
 from fastweight.files import write_json, write_text
 from fastweight.lab.cells import QUESTIONS, Cell
 from fastweight.lab.experiments import PANELS, Panel, Settings
@@ -37,20 +37,22 @@ def write_lab(
             "cells": [asdict(cell) for cell in cells],
         },
     )
-    text = page(panels, cells, settings, made)
+    text = page(panels, cells, settings, made, findings(out))
     write_text(out / "README.md", text)
     write_text(out / "lab.html", html_page(text, out, "What a memory remembers"))
     pictures = [out / f"{name}.png" for name in ("family", "pairing", *panels)]
     return [out / "lab.html", out / "README.md", out / "lab.json", *pictures]
 
 
-def page(panels: Mapping[str, Panel], cells: Sequence[Cell], settings: Settings, made: Mapping[str, str]) -> str:
-    """The Markdown page."""
+def page(
+    panels: Mapping[str, Panel], cells: Sequence[Cell], settings: Settings, made: Mapping[str, str], found: str = ""
+) -> str:
+    """The Markdown page; `found` is what a person says of it."""
     sizes = (
         f"{settings.trials} trials of {settings.tokens} pairs, keys of {settings.key_dim}, values of "
         f"{settings.value_dim}; gain {settings.gain:g} and ridge {settings.ridge:g} where they are not swept."
     )
-    parts = ["# What a memory remembers", INTRODUCTION, sizes, "![The family](family.png)"]
+    parts = ["# What a memory remembers", INTRODUCTION, sizes, "![The family](family.png)", found]
     for name, panel in panels.items():
         asked = (PANELS[name].__doc__ or "").strip()
         parts += [
@@ -61,16 +63,16 @@ def page(panels: Mapping[str, Panel], cells: Sequence[Cell], settings: Settings,
         ]
     parts += ["## Pairing and timing", CELLS_NOTE, "![Pairing and timing](pairing.png)", _shares(cells)]
     parts.append("; ".join(f"{key}: {value}" for key, value in made.items()))
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(part for part in parts if part) + "\n"
 
 
 CELLS_NOTE = """\
 Tokens that walk through a fixed successor map, restarts 1 in 8; keys and values are the tokens' codes, there is no
 convolution, nothing is trained. *next*: the answer is the token that comes next (this one has come before); *again*:
-this token's own value, which has come before; *first*: its own value at its first coming. Next-latent pairing answers
-"what follows?", same-step pairing "what is this?"; a read after a same-step write sees its own token. A short
-convolution on the keys can turn the one question into the other, so in a trained model the difference is smaller than
-here."""
+this token's own value, which has come before; *first*: its own value at its first coming (an unseen code lies partly
+in the span of those seen, so this is not 0 before the write). Next-latent pairing answers "what follows?", same-step
+pairing "what is this?"; a read after a same-step write sees its own token. A short convolution on the keys can turn
+the one question into the other, so in a trained model the difference is smaller than here."""
 
 
 def _numbers(panel: Panel) -> str:

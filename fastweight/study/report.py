@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import mean, stdev
 
 from fastweight.evaluation.outcomes import Outcome
-from fastweight.evaluation.page import markdown_table
+from fastweight.evaluation.page import findings, markdown_table
 from fastweight.files import write_json, write_text
 from fastweight.study.plan import Study
 
@@ -82,8 +82,8 @@ def _mean_of(group: Sequence[Outcome], measure: str, longer: bool) -> str:
     return spread(values) if values else "-"
 
 
-def page(study: Study, outcomes: Sequence[Outcome], made: Mapping[str, str], picture: str) -> str:
-    """The Markdown page of a study."""
+def page(study: Study, outcomes: Sequence[Outcome], made: Mapping[str, str], picture: str, found: str = "") -> str:
+    """The Markdown page of a study; `found` is what a person says of it."""
     groups = by_arm(study, outcomes)
     missing = len(study.members()) - len(outcomes)
     low, high = outcomes[0].trained
@@ -91,7 +91,7 @@ def page(study: Study, outcomes: Sequence[Outcome], made: Mapping[str, str], pic
     parts = [f"# {study.name}", study.about, told, _settings(study)]
     if missing:
         parts.append(f"**Not complete: {missing} of {len(study.members())} runs have no outcome.**")
-    parts.append(f"![Right against size]({picture})")
+    parts += [found, f"![Right against size]({picture})"]
     for measure in (m for m in MEASURES if m in outcomes[0].shares):
         parts += [
             f"## {MEASURES[measure].capitalize()}",
@@ -118,5 +118,5 @@ def write_study(study: Study, outcomes: Sequence[Outcome], out: Path, made: Mapp
     measure = "exact" if "generated" in outcomes[0].shares else "token"
     draw(by_arm(study, outcomes), measure, MEASURES[measure], drawn)
     write_json(data, {"made": dict(made), "study": asdict(study), "outcomes": [asdict(o) for o in outcomes]})
-    write_text(text, page(study, outcomes, made, drawn.name))
+    write_text(text, page(study, outcomes, made, drawn.name, findings(out)))
     return [data, text, drawn]
