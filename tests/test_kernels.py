@@ -380,7 +380,7 @@ def test_reasons_name_what_is_missing(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     assert "CUDA" in dispatch.supported(q, q, q, None, None, fw.RULES["falcon-1"])
     assert "log-decays" in dispatch.supported(q, q, q, q, None, fw.RULES["falcon-2"], log_decay=q[..., 0])
-    assert "regression" in dispatch.supported(q, q, q, None, None, fw.RULES["falcon-3"])
+    assert "above 8" in dispatch.supported(q, q, q, None, None, fw.RULES["falcon-3"].replace(window=9))
     mask = torch.ones(1, 2, dtype=torch.bool)
     assert "mask" in dispatch.supported(q, q, q, None, None, fw.RULES["falcon-3a"], mask=mask)
     double = q.double()
