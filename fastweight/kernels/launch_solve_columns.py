@@ -91,7 +91,7 @@ def backward(plan, d_o, d_state1, q, k, v, beta, lam, key0, has_key, mask, cu_se
     named = settings(plan, given)
     steps = float(plan.eps), float(plan.floor), UNKNOWN_ONE
     common = (given.q, given.k, d_o, given.beta, given.lam, *given[5:], couplings, energies)
-    blocks = triton.cdiv(V, named["BV"])
+    blocks = -(-V // named["BV"])
     if where.sequences and H:
         start(
             solve_columns_gradient.backward_state, (where.sequences * H * blocks,),
@@ -108,25 +108,21 @@ def _backward_chunk(where, given, common, saved, out: Gradients, blocks: int, st
     tasks = where.slots * given.v.shape[2] * blocks
     programs = min(tasks, FEW_PROGRAMS * 256 // named["BV"])
     aside = given.v.new_empty(programs, 4, named["BV"], named["BK"])
-    shared = {"q": out.q, "k": out.k, "lam": out.lam, "key0": out.key0}
-    each = {name: _one_per(blocks, name, t) for name, t in shared.items()}
+    shared = out.q, out.k, out.lam, out.key0
+    d_q, d_k, d_lam, d_key0 = (_one_per(blocks, tensor) for tensor in shared)
     start(
         solve_columns_gradient.backward_chunk, (programs,),
-        *common, *saved, out.states, aside, each["q"], each["k"], out.v, out.beta, each["lam"], each["key0"],
+        *common, *saved, out.states, aside, d_q, d_k, out.v, out.beta, d_lam, d_key0,
         *tables(where), where.slots, where.sequences, *steps, **named,
     )  # fmt: skip
-    for name, tensor in shared.items():
-        if tensor is not None and each[name] is not tensor:
-            torch.sum(each[name], 0, out=tensor) if tensor.dtype == each[name].dtype else tensor.copy_(
-                each[name].sum(0)
-            )
+    if blocks > 1:
+        for tensor, parts in zip(shared, (d_q, d_k, d_lam, d_key0), strict=True):
+            if tensor is not None and parts is not None:
+                torch.sum(parts, 0, out=tensor)
 
 
-def _one_per(blocks: int, name: str, tensor: Tensor | None) -> Tensor | None:
-    """Room for a tensor from each block of columns; gates are summed in float32."""
-    wider = tensor is not None and name == "lam" and tensor.dtype != torch.float32
-    if tensor is None or (blocks == 1 and not wider):
+def _one_per(blocks: int, tensor: Tensor | None) -> Tensor | None:
+    """Room for a tensor from each block of columns; keys of masked rows are written by none."""
+    if tensor is None or blocks == 1:
         return tensor
-    make = torch.zeros if name in ("k", "key0") else torch.empty
-    dtype = torch.float32 if wider else tensor.dtype
-    return make(blocks, *tensor.shape, dtype=dtype, device=tensor.device)
+    return torch.zeros(blocks, *tensor.shape, dtype=tensor.dtype, device=tensor.device)
