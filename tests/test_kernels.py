@@ -44,7 +44,7 @@ if INTERPRETED:
     _patch_all = interpreter._patch_lang
 
     def _patch_where_needed(fn):
-        """Triton 3.6 turns all of its language into the interpreter's at each call of a device function: once will do."""
+        """Triton 3.6 patches its whole language at each call of a device function: once will do."""
         langs = [lang for lang in fn.__globals__.values() if lang is tl or lang is tl.core]
         if langs and all(lang.arange.__name__ == "<lambda>" for lang in langs):
             return interpreter._LangPatchScope()
