@@ -42,7 +42,10 @@ class Child:
         self.warm, self.said = False, queue.Queue[dict[str, Any]]()
         self.quiet = label != DECODE and CASES[label].quiet
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (lives as long as the child)
-        environment = os.environ | {name: os.path.join(cache, name.lower()) for name in CACHES}
+        folders = {name: os.path.join(cache, name.lower()) for name in CACHES}
+        for folder in folders.values():
+            os.makedirs(folder, exist_ok=True)
+        environment = os.environ | folders
         words, elsewhere = [label, *map(str, numbers)], second_device()
         self.tuner: subprocess.Popen[Any] | None = None
         if elsewhere is not None and label != DECODE and CASES[label].tunes:
