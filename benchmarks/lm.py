@@ -2,11 +2,13 @@
 
     python -m benchmarks.lm                          all cases, results/lm/h200.json, .md and .png
     python -m benchmarks.lm --cases "train falcon-1.3 32 1024"
-    python -m benchmarks.lm --report-only            Markdown and picture again from the JSON
+    python -m benchmarks.lm --lane 1 --out b.json    the second half, for a second GPU; --lane 0 is the first
+    python -m benchmarks.lm --report-only --merge a.json b.json     Markdown and picture from JSON
 
 Every case is a process (`lm_worker`). Several import and compile at the same time, since that is most of what they do;
-while one of them measures, all the others are stopped (SIGSTOP), so that nobody else uses the device. A case that takes
-too long is killed and listed as failed; results are written as they come.
+while one of them measures, all the others of the lane are stopped (SIGSTOP), so that nobody else uses the device. A
+case that takes too long is killed and listed as failed; results are written as they come. Cases joined by " + " share
+a process, and what it compiles.
 
 Traps: seconds to the first step are an upper bound, since other cases compile and measure meanwhile; run one case alone
 for a user's. Kernel and compiler caches are new for each run unless --keep-caches.
@@ -29,23 +31,23 @@ from typing import Any
 from benchmarks.lm_report import write_report
 
 RECIPES = (
-    "falcon-1.3", "transformer", "gated-deltanet", "retnet", "mamba2", "deltanet",
-    "falcon-1a.1", "falcon-1a.2", "falcon-1a.3", "falcon-3a.3", "falcon-2.3", "falcon-2a.3", "falcon-3.3",
+    "falcon-1.3", "llama", "transformer", "gated-deltanet", "falcon-1a.3", "falcon-3a.3", "falcon-2a.3", "retnet",
+    "mamba2", "deltanet", "falcon-2.3", "falcon-3.3", "falcon-1a.1", "falcon-1a.2",
 )  # fmt: skip
-LONG = ("falcon-1.3", "llama", "fla", "gated-deltanet", "transformer")
-DECODED = ("falcon-1.3", "llama", "gated-deltanet", "transformer", "fla")
+OTHERS = ("falcon-1.3", "llama", "transformer", "gated-deltanet")  # for long sequences and for decoding
 PLACES = "1,64 1024,32768"
-AT_ONCE = 5
+AT_ONCE = 6
+JOINED = " + "
 WORKER = (sys.executable, "-m", "benchmarks.lm_worker")
 
 
-def all_cases() -> list[str]:
-    """In the order of their worth: what a full time box cuts off stands last; slow starters early."""
-    first, *others = RECIPES
-    decoded = [f"decode {name} {PLACES}" for name in DECODED]
-    trained = [f"train {name} 32 1024" for name in (first, "fla", "llama", *others)]
-    trained[4:4] = [f"train {name} 2 16384" for name in LONG]
-    return trained[:7] + decoded[:2] + trained[7:10] + decoded[2:4] + trained[10:] + decoded[4:]
+def lanes() -> tuple[list[str], list[str]]:
+    """The cases of two GPUs, in the order of their worth: what a full time box cuts off stands last; slow starters
+    early. FLA's model has one process for everything, because its kernels tune for minutes."""
+    trained = [f"train {name} 32 1024" for name in RECIPES]
+    fla = JOINED.join(["train fla 32 1024", "train fla 2 16384", f"decode fla {PLACES}"])
+    long = [f"train {name} 2 16384" for name in OTHERS]
+    return trained, [fla, *long, *(f"decode {name} {PLACES}" for name in OTHERS)]
 
 
 @dataclass
@@ -56,7 +58,8 @@ class Worker:
     process: subprocess.Popen[bytes]
     began: float
     start: dict[str, Any] = field(default_factory=dict)  # what it said when it was ready
-    results: list[dict[str, Any]] = field(default_factory=list)
+    rows: list[dict[str, Any]] = field(default_factory=list)  # results that nobody has heard of yet
+    measured: set[str] = field(default_factory=set)  # the joined cases that have a result
     tail: list[str] = field(default_factory=list)
     unfinished: bytes = b""  # a line of which the end has not come yet
     ready: bool = False
@@ -64,12 +67,13 @@ class Worker:
 
 
 def start(case: str, profile: str | None, caches: str) -> Worker:
-    words = [*WORKER, *case.split()] + (["--profile"] if profile and case.startswith(profile) else [])
+    words = [*WORKER, *case.split(JOINED)] + (["--profile"] if profile and case.startswith(profile) else [])
     environment = os.environ | {
         "TRITON_CACHE_DIR": os.environ.get("LM_TRITON_CACHE", f"{caches}/triton"),
         "TORCHINDUCTOR_CACHE_DIR": f"{caches}/inductor",
         "PYTORCH_ALLOC_CONF": "expandable_segments:True",
         "PYTHONUNBUFFERED": "1",
+        "TORCHINDUCTOR_COMPILE_THREADS": "4",
     }
     process = subprocess.Popen(
         words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment, bufsize=0,
@@ -91,14 +95,15 @@ def run(cases: list[str], limit: float, box: float, profile: str | None, caches:
             break
         for key, _ in selector.select(timeout=0.5):
             _hear(key.data)
+            _tell(key.data, done)
         for worker in list(active):
             if _ended(worker, time.monotonic() - worker.began > box or time.monotonic() > end):
                 selector.unregister(worker.process.stdout)  # type: ignore[arg-type]
                 active.remove(worker)
-                _continue(active)
                 for pipe in (worker.process.stdin, worker.process.stdout):
                     pipe.close()  # type: ignore[union-attr]
-                for row in rows_of(worker):
+                _tell(worker, done)
+                for row in failures_of(worker):
                     done(row)
         _let_one_measure(active)
 
@@ -112,18 +117,31 @@ def _hear(worker: Worker) -> bool:
         text = line.decode(errors="replace").rstrip()
         if text.startswith("@"):
             found = json.loads(text[1:])
-            if found.pop("kind") == "ready":
+            kind = found.pop("kind")
+            if kind == "ready":
                 worker.ready, worker.start = True, found
+            elif kind == "done":
+                worker.ready = worker.measuring = False
             else:
-                worker.results.append(found)
+                worker.rows.append(worker.start | found)
         elif text:
             worker.tail = [*worker.tail[-60:], text]
     return bool(heard)
 
 
+def _tell(worker: Worker, done: Any) -> None:
+    """Hands out the results that have come."""
+    while worker.rows:
+        row = worker.rows.pop(0)
+        worker.measured.add(row.pop("case"))
+        print(json.dumps(row), flush=True)
+        done(row)
+
+
 def _let_one_measure(active: list[Worker]) -> None:
     if any(worker.measuring for worker in active):
         return
+    _continue(active)
     ready = next((worker for worker in active if worker.ready), None)
     if ready is None:
         return
@@ -137,8 +155,7 @@ def _let_one_measure(active: list[Worker]) -> None:
 
 def _continue(active: list[Worker]) -> None:
     for worker in active:
-        if not worker.measuring:
-            os.killpg(worker.process.pid, signal.SIGCONT)
+        os.killpg(worker.process.pid, signal.SIGCONT)
 
 
 def _ended(worker: Worker, too_long: bool) -> bool:
@@ -154,17 +171,15 @@ def _ended(worker: Worker, too_long: bool) -> bool:
     return True
 
 
-def rows_of(worker: Worker) -> list[dict[str, Any]]:
-    """What is known of a case that ended: a row for each result, and one for failure."""
-    what, name, batch, length = worker.case.split()
-    rows = [{"what": what, "name": name} | worker.start | result for result in worker.results]
-    if worker.process.returncode or not rows:
-        reason = " | ".join(worker.tail[-4:])[-400:] or f"exit code {worker.process.returncode}"
-        rows.append({"what": what, "name": name, "batch": batch, "length": length, "failed": reason})
-    for row in rows:
-        print(json.dumps(row), flush=True)
-    if "failed" in rows[-1] or any("launches" in line for line in worker.tail):
-        print("\n".join(worker.tail[-45:]), flush=True)
+def failures_of(worker: Worker) -> list[dict[str, Any]]:
+    """A row for each case of a process that ended without a result of it."""
+    cases, failed = worker.case.split(JOINED), bool(worker.process.returncode)
+    missing = [case for case in cases if case not in worker.measured or (failed and case == cases[-1])]
+    reason = " | ".join(worker.tail[-4:])[-400:] or f"exit code {worker.process.returncode}"
+    keys = ("what", "name", "batch", "length")
+    rows = [dict(zip(keys, case.split(), strict=True)) | {"failed": reason} for case in missing]
+    if rows or any("launches" in line for line in worker.tail):
+        print("\n".join([*(json.dumps(row) for row in rows), *worker.tail[-45:]]), flush=True)
     return rows
 
 
@@ -195,11 +210,24 @@ class Collected:
 
     def __call__(self, row: dict[str, Any]) -> None:
         self.rows.append(row)
-        place = [row[key] for key in ("what", "name", "batch", "length")]
-        kept = [r for r in self.report["rows"] if [r[k] for k in ("what", "name", "batch", "length")] != place]
-        self.report["rows"] = [*kept, row]
+        self.report["rows"] = [*(known for known in self.report["rows"] if place(known) != place(row)), row]
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.write_text(json.dumps(self.report, indent=1) + "\n")
+
+
+def merge(part: Path, whole: Path) -> None:
+    """The rows of one file into another, in the place of rows of the same cases; the machine is that of the newer."""
+    given = json.loads(part.read_text())
+    before = json.loads(whole.read_text())["rows"] if whole.is_file() else []
+    known = [place(row) for row in given["rows"]]
+    rows = [row for row in before if place(row) not in known] + given["rows"]
+    whole.parent.mkdir(parents=True, exist_ok=True)
+    whole.write_text(json.dumps({"machine": given["machine"], "rows": rows}, indent=1) + "\n")
+
+
+def place(row: dict[str, Any]) -> list[Any]:
+    """What was measured: one row of the results for each."""
+    return [str(row[key]) for key in ("what", "name", "batch", "length")]
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -214,12 +242,20 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--keep-caches", type=Path, help="directory of kernel and compiler caches")
     parser.add_argument("--add", action="store_true", help="keep the rows that the JSON holds")
     parser.add_argument("--report-only", action="store_true", help="measure nothing")
+    parser.add_argument(
+        "--lane", type=int, choices=(0, 1), help="half of the cases, for one of two GPUs; default: both"
+    )
+    parser.add_argument("--merge", type=Path, nargs="*", default=[], help="JSON files whose rows go into --out")
     chosen = parser.parse_args(arguments)
+    for path in chosen.merge:
+        merge(path, chosen.out)
     if not chosen.report_only:
+        halves = lanes()
+        cases = [*halves[0], *halves[1]] if chosen.lane is None else halves[chosen.lane]
         with tempfile.TemporaryDirectory() as fresh:
             done = Collected(chosen.out, chosen.add)
             caches = str(chosen.keep_caches or fresh)
-            run(chosen.cases or all_cases(), chosen.limit, chosen.box, chosen.profile, caches, done)
+            run(chosen.cases or cases, chosen.limit, chosen.box, chosen.profile, caches, done)
     for file in write_report(chosen.out):
         print(file)
 

@@ -1,11 +1,12 @@
-"""One case of the language-model benchmark in a process of its own: `python -m benchmarks.lm_worker CASE`.
+"""Cases of the language-model benchmark in a process of their own: `python -m benchmarks.lm_worker CASE [CASE ...]`.
 
 A case is "train NAME BATCH LENGTH" or "decode NAME BATCH,... PROMPT,..." (every batch after every prompt). NAME is a
-recipe, "fla" (FLA's GatedDeltaNet model, 12 layers, 6 heads of 128, expand_v 1, fused cross-entropy) or "llama"
-(transformers' Llama, 12 layers of width 768, SDPA, torch.compile). All of them hold bfloat16 weights (our gates
-float32) and train on random tokens with fused AdamW and clipping at 1.0, float32 products in TF32. The process imports,
-compiles and warms up at once, says so, and measures when its input says "go", so that one process at a time uses the
-device for what is timed.
+recipe, "fla" (FLA's GatedDeltaNet model, 12 layers, 6 heads of 128, expand_v 1, fused cross-entropy, its kernels tuned
+among at most FLA_CONFIGURATIONS) or "llama" (transformers' Llama, 12 layers of width 768, SDPA, torch.compile). All of
+them hold bfloat16 weights (our gates float32) and train on random tokens with fused AdamW and clipping at 1.0, float32
+products in TF32. The process imports, compiles and warms up at once, says so, and measures when its input says "go",
+so that one process at a time uses the device for what is timed. A long prompt of many rows is read once and its state
+repeated.
 
 Traps: seconds to the first step count from the start of the process, imports included, with other cases compiling
 beside it unless the parent holds them back. A training loss that is not near log(vocabulary) after the first step means
@@ -27,6 +28,8 @@ from torch import Tensor
 os.environ.setdefault("FLA_DISABLE_BACKEND_DISPATCH", "1")
 VOCAB, NEW_TOKENS, WARM_STEPS, STEPS, ROUNDS = 50_257, 64, 4, 6, 4
 PROFILE_ROWS = 28
+FLA_CONFIGURATIONS = 3  # all of them take minutes
+MOST_READ = 2**20  # tokens of prompts
 
 
 def age() -> float:
@@ -36,8 +39,11 @@ def age() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) - started
 
 
+CASE: dict[str, str] = {}  # the one at hand, said with everything
+
+
 def say(kind: str, **what: Any) -> None:
-    print("@" + json.dumps({"kind": kind} | what), flush=True)
+    print("@" + json.dumps({"kind": kind} | CASE | what), flush=True)
 
 
 def wait_for_go() -> None:
@@ -61,6 +67,10 @@ def model_of(name: str, compiled: bool) -> Any:
 
 
 def _fla() -> Any:
+    from benchmarks.peers import few_configurations
+
+    if "fla" not in sys.modules:
+        few_configurations(FLA_CONFIGURATIONS)
     from fla.models import GatedDeltaNetConfig, GatedDeltaNetForCausalLM  # type: ignore[import-not-found]
 
     sizes = {"hidden_size": 768, "num_hidden_layers": 12, "num_heads": 6, "head_dim": 128, "expand_v": 1}
@@ -215,14 +225,18 @@ def _decoded(name: str, model: Any, batch: int, prompt: int) -> dict[str, Any]:
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     holder: dict[str, Any] = {}
-    make = (lambda: _StaticLlama(model, batch, prompt)) if name == "llama" else (lambda: _decoder(name, model, ids))
+    once = name not in ("llama", "fla") and batch * prompt > MOST_READ
+    ids, rows = (ids[:1], batch) if once else (ids, 1)
+    make = (
+        (lambda: _StaticLlama(model, batch, prompt)) if name == "llama" else (lambda: _decoder(name, model, ids, rows))
+    )
     prefill = _seconds(lambda: holder.update(more=make()))
     holder["more"](4)
     seconds = _seconds(lambda: holder["more"](NEW_TOKENS))
     return {
         "parameters": sum(p.numel() for p in model.parameters()),
         "tokens_per_second": [round(batch * NEW_TOKENS / seconds, 1)],
-        "prefill_tokens_per_second": None if name == "llama" else round(batch * prompt / prefill),
+        "prefill_tokens_per_second": None if name == "llama" or once else round(batch * prompt / prefill),
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
         "cuda_graph": holder["more"].graph,
     }
@@ -251,14 +265,14 @@ def _cache_name() -> str:
     return CACHE_NAME
 
 
-def _decoder(name: str, model: Any, ids: Tensor) -> _Decoder:
-    """The prompt, read in pieces so that 64 long ones fit, and what decodes after it."""
-    cache, graph = None, False
-    if name not in ("fla", "llama"):
+def _decoder(name: str, model: Any, ids: Tensor, repeats: int = 1) -> _Decoder:
+    """The prompt, read in pieces so that 64 long ones fit, and what decodes after it in `repeats` copies."""
+    cache: Any = None
+    graph = name not in ("fla", "llama")
+    if graph:
         from fastweight.models.cache import FastWeightCache
 
-        graph = "full_attention" not in model.config.layer_types
-        cache = FastWeightCache(model.config, static=graph)
+        cache = FastWeightCache(model.config, static=True, max_cache_len=ids.shape[1] + 2 * NEW_TOKENS)
     piece = max(64, 2**17 // len(ids))
     logits = None
     for part in ids.split(piece, dim=1):
@@ -266,7 +280,9 @@ def _decoder(name: str, model: Any, ids: Tensor) -> _Decoder:
         output = model(input_ids=part, use_cache=True, logits_to_keep=1, **named)
         cache, logits = getattr(output, _cache_name()), output.logits
     assert logits is not None, "a prompt has tokens"
-    decoder = _Decoder(model, cache, logits[:, -1:].argmax(-1))
+    if repeats > 1:
+        cache.batch_repeat_interleave(repeats)
+    decoder = _Decoder(model, cache, logits[:, -1:].argmax(-1).repeat_interleave(repeats, 0))
     if graph:
         from fastweight.models.decoding import GraphedForward
 
@@ -275,13 +291,17 @@ def _decoder(name: str, model: Any, ids: Tensor) -> _Decoder:
 
 
 def main() -> None:
-    what, name, *sizes = sys.argv[1:5]
-    batches, lengths = ([int(size) for size in text.split(",")] for text in sizes)
     torch.set_float32_matmul_precision("high")
-    if what == "train":
-        train(name, batches[0], lengths[0], "--profile" in sys.argv)
-    else:
-        decode(name, batches, lengths)
+    for case in [word for word in sys.argv[1:] if not word.startswith("--")]:
+        what, name, *sizes = case.split()
+        batches, lengths = ([int(size) for size in text.split(",")] for text in sizes)
+        CASE.update(case=case, what=what, name=name)
+        if what == "train":
+            train(name, batches[0], lengths[0], "--profile" in sys.argv)
+        else:
+            decode(name, batches, lengths)
+        say("done")
+        torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

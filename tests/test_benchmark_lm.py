@@ -7,15 +7,24 @@ from pathlib import Path
 import pytest
 
 from benchmarks import lm, lm_report
-from fastweight.recipes import recipe_names
+from fastweight.recipes import load_recipe, recipe_names
 
 # Stands for a worker: waits for its turn and measures, noting when; "wrong" dies and "slow" never gets ready.
 FAKE = """
 import json, sys, time
-what, name, batch, length = sys.argv[1:5]
+case = sys.argv[1]
+what, name, batch, length = case.split()
 print("a warning", flush=True)
 if name == "wrong": raise SystemExit("no such kernel")
 if name == "slow": time.sleep(600)
+if name == "third" and what == "train":
+    print("@" + json.dumps({"kind": "ready", "first_step_s": 1}), flush=True)
+    assert sys.stdin.readline() == "go\\n"
+    said = {"kind": "result", "case": case, "what": what, "name": name, "batch": 1, "length": 2}
+    print("@" + json.dumps(said | {"tokens_per_second": [5], "parameters": 1, "peak_gib": 1}), flush=True)
+    print("@" + json.dumps({"kind": "done"}), flush=True)
+    case = sys.argv[2]
+    what, name, batch, length = case.split()
 print("noise\\n@" + json.dumps({"kind": "ready", "first_step_s": 1.0}), flush=True)
 assert sys.stdin.readline() == "go\\n"
 with open(sys.argv[0] + ".log", "a") as log:
@@ -26,7 +35,7 @@ batch = int(batch)
 rates = [batch * 100, batch * 90, batch * 110]
 extra = {"prefill_tokens_per_second": 5, "cuda_graph": True} if what == "decode" else {}
 extra |= {"batch": batch, "length": int(length), "parameters": 10**8, "peak_gib": 2.5}
-said = {"kind": "result", "tokens_per_second": rates} | extra
+said = {"kind": "result", "case": case, "what": what, "name": name, "tokens_per_second": rates} | extra
 print("@" + json.dumps(said), flush=True)
 if what == "decode": print("@" + json.dumps(said | {"batch": 3, "tokens_per_second": [7]}), flush=True)
 """
@@ -39,16 +48,19 @@ def test_cases_take_turns_and_failures_cost_one_case(tmp_path: Path, monkeypatch
     monkeypatch.setattr(lm, "machine", lambda: {"device": "none", "torch": "0", "commit": "x", "command": "python"})
     done = lm.Collected(tmp_path / "out" / "lm.json", add=False)
     cases = ["train first 8 16", "train slow 8 16", "train wrong 8 16", "train second 4 16", "decode first 2 16"]
+    cases += ["train third 1 2 + decode third 2 16 + train lost 3 4"]
     lm.run(cases, limit=60, box=6, profile=None, caches=str(tmp_path), done=done)
     found = json.loads((tmp_path / "out" / "lm.json").read_text())["rows"]
     rows = {(row["what"], row["name"]): row for row in found}
-    assert len(found) == 6
-    assert set(rows) == {(case.split()[0], case.split()[1]) for case in cases}
+    assert len(found) == 10
+    assert set(rows) == {tuple(case.split()[:2]) for joined in cases for case in joined.split(" + ")}
+    assert "failed" in rows["train", "lost"]
+    assert "failed" not in rows["train", "third"]
     assert "no such kernel" in rows["train", "wrong"]["failed"]
     assert "took too long" in rows["train", "slow"]["failed"]
     assert rows["train", "second"]["tokens_per_second"] == [400, 360, 440]
     log = (tmp_path / "fake.py.log").read_text().split()
-    assert log == ["begin", "end"] * 3  # never two at a time
+    assert log == ["begin", "end"] * 4  # never two at a time
     files = lm_report.write_report(tmp_path / "out" / "lm.json")
     text = files[1].read_text()
     assert "| first | 100.0M | 800 | 720 to 880 | 0.1 % | 2.5 | 1 |" in text
@@ -59,8 +71,9 @@ def test_cases_take_turns_and_failures_cost_one_case(tmp_path: Path, monkeypatch
 
 
 def test_every_case_names_a_recipe_or_a_peer() -> None:
-    cases = lm.all_cases()
+    cases = [case for half in lm.lanes() for joined in half for case in joined.split(lm.JOINED)]
     assert len(cases) == len(set(cases))
     names = {case.split()[1] for case in cases}
     assert names - set(lm_report.PEERS) <= set(recipe_names())
-    assert {name for name in recipe_names() if not name.startswith(("lm-", "addition-"))} <= names
+    texts = {name for name in recipe_names() if load_recipe(name).task.kind == "text"}
+    assert {name for name in texts if not name.startswith("lm-")} <= names
