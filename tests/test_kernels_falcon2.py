@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 from test_kernels import (
+    ALLOWED,
     DTYPES,
     INTERPRETED,
     WIDTHS,
@@ -18,6 +19,7 @@ from test_kernels import (
     check,
     gpu,
     interpreted,
+    judge,
     kernel,
     make,
     outcome,
@@ -117,6 +119,28 @@ def test_rebuilt_states_are_for_a_gain_per_head():
         kernel(test, make(test, torch.float32, "cpu"), surroundings(test, "cpu"))
 
 
+def test_what_no_device_has_checked_is_refused():
+    """With a gain per value column on a CUDA device: all but the forward pass of the plain rule."""
+    q = torch.zeros(1, 2, 1, 16)
+    wide, mask, leaf = torch.zeros(1, 2, 1, 256), torch.ones(1, 2), q.clone().requires_grad_()
+    rule, cuda = fw.RULES["falcon-2"], torch.device("cuda")
+
+    def reason(tensor=q, rule=rule, mask=None, beta=q, device=cuda):
+        return dispatch._unchecked_reason(device, rule, (tensor, tensor, tensor, beta, None), (mask, None))
+
+    assert reason() is None
+    assert "gradients" in reason(leaf)
+    with torch.no_grad():
+        assert reason(leaf) is None
+    assert "masks" in reason(mask=mask)
+    assert "widths above 128" in reason(wide)
+    for change in ({"pairing": "same-step"}, {"timing": "read-before-write"}, {"ridge": "scaled"}, {"step": "direct"}):
+        assert next(iter(change.values())) in reason(rule=rule.replace(**change))
+    assert reason(leaf, device=torch.device("cpu")) is None
+    assert reason(leaf, beta=q[..., 0]) is None
+    assert reason(leaf, rule=fw.RULES["falcon-2a"]) is None
+
+
 @pytest.mark.skipif(INTERPRETED, reason="this is that process")
 @pytest.mark.slow
 def test_kernels_interpreted():
@@ -129,8 +153,29 @@ def test_kernels_interpreted():
     assert run.stdout.count(".") >= len(CASES) + 7, run.stdout[-500:]
 
 
-class TestOnDevice:
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("widths", [(64, 64), (128, 128), (128, 64), (80, 48)], ids=str)
+class TestForwardOnDevice:
     pytestmark = gpu
+
+    def test_values_without_gradients(self, widths, dtype):
+        test = case("falcon-2", shape=(2, 200, 1, 2, *widths), state=True, key=True)
+        inputs, around = make(test, dtype, "cuda"), surroundings(test, "cuda")
+        wide = {name: None if value is None else value.double() for name, value in inputs.items()}
+        with torch.no_grad():
+            ours, theirs = kernel(test, inputs, around), judge(test, wide, around)
+        for got, expected in zip(ours, theirs, strict=True):
+            assert (got.double() - expected).norm() <= ALLOWED[dtype] * expected.norm()
+
+
+class TestOnDevice:
+    """What `supported` refuses until these tests have passed on a device."""
+
+    pytestmark = gpu
+
+    @pytest.fixture(autouse=True)
+    def allow(self, monkeypatch):
+        monkeypatch.setattr(dispatch, "_unchecked_reason", lambda *given: None)
 
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
     @pytest.mark.parametrize("widths", WIDTHS, ids=str)

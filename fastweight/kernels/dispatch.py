@@ -24,6 +24,7 @@ WIDEST = 256
 LONGEST_WINDOW = 8
 NARROWEST_HALF = 48
 WIDEST_SURROUNDED = 128
+CHECKED_COLUMNS = ("next-latent", "read-after-write", "normalized", "absolute")
 
 
 def supported(
@@ -47,6 +48,7 @@ def supported(
         or _tensor_reason(q, k, v, rule)
         or _surroundings_reason(k, v, (key, mask, cu_seqlens))
         or _gate_reason(v, rule, {"beta": beta, "lam": lam, "log_decay": log_decay, "S": S, "key": key})
+        or _unchecked_reason(v.device, rule, (q, k, v, beta, lam, S, key), (mask, cu_seqlens))
         or _machine_reason(v.device)
     )
 
@@ -128,6 +130,28 @@ def _gate_reason(v: Tensor, rule: Any, given: dict[str, Tensor | None]) -> str |
     if beta is not None and beta.ndim == 4 and given["log_decay"] is not None:
         return "no kernel for a gain per value column with given log-decays"
     return _dtype_reason(v, given)
+
+
+def _unchecked_reason(
+    device: torch.device, rule: Any, floats: tuple[Tensor | None, ...], around: tuple[Tensor | None, ...]
+) -> str | None:
+    """What of regression with a gain per value column was compared interpreted only, so far."""
+    _q, k, v, beta, *_rest = floats
+    assert k is not None and v is not None, "every call has keys and values"
+    if device.type != "cuda" or rule.objective != "regression" or beta is None or beta.ndim != 4:
+        return None
+    how = (rule.pairing, rule.timing, rule.step, rule.ridge)
+    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in floats):
+        what = "gradients"
+    elif any(tensor is not None for tensor in around):
+        what = "masks and cu_seqlens"
+    elif max(k.shape[-1], v.shape[-1]) > WIDEST_SURROUNDED:
+        what = f"widths above {WIDEST_SURROUNDED}"
+    elif how != CHECKED_COLUMNS:
+        what = " ".join(how)
+    else:
+        return None
+    return f"regression with a gain per value column: {what} not checked on a device yet"
 
 
 def _dtype_reason(v: Tensor, given: dict[str, Tensor | None]) -> str | None:

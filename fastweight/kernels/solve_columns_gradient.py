@@ -202,7 +202,7 @@ def _states_of_blocks(
         S = tl.dot(z, xq, acc=S * total[:, None], input_precision=DOT)
 
 
-@triton.jit(do_not_specialize=["length", "chunks", "tokens", "slots", "one"])
+@triton.jit(do_not_specialize=["length", "chunks", "tokens", "slots", "sequences", "one"])
 def backward_chunk(
     q, k, d_o, beta, lam, key0, has_key, unmasked, previous, couplings, energies, residual, states, d_states, asides,
     d_q, d_k, d_v, d_beta, d_lam, d_key0,
