@@ -137,7 +137,8 @@ def _unchecked_reason(
 ) -> str | None:
     """What of regression with a gain per value column was compared interpreted only, so far."""
     _q, k, v, beta, *_rest = floats
-    assert k is not None and v is not None, "every call has keys and values"
+    assert k is not None, "every call has keys"
+    assert v is not None, "every call has values"
     if device.type != "cuda" or rule.objective != "regression" or beta is None or beta.ndim != 4:
         return None
     how = (rule.pairing, rule.timing, rule.step, rule.ridge)
