@@ -110,6 +110,7 @@ def _options(loaded: LanguageModel, how: Sampling) -> dict[str, Any]:
         options |= {"temperature": how.temperature, "top_p": how.top_p, "top_k": 0}
     if tokenizer.vocab_size < model.config.vocab_size:  # rows that pad the vocabulary stand for nothing
         options["suppress_tokens"] = list(range(tokenizer.vocab_size, model.config.vocab_size))
-    if model.config.model_type == "fastweight" and model.device.type == "cuda":
+    ours = model.config.model_type == "fastweight"
+    if ours and model.device.type == "cuda" and "full_attention" not in model.config.layer_types:
         options["cache_implementation"] = "static"  # decodes through a CUDA graph
     return options

@@ -45,7 +45,6 @@ def training_arguments(run: Run, run_dir: Path, accumulation: int, items: int = 
     Raises ValueError for settings that exclude each other on this machine.
     """
     settings = run.training
-    pinned = torch.cuda.is_available() and settings.device == "auto"
     args = TrainingArguments(
         output_dir=str(run_dir),
         run_name=run.name,
@@ -63,8 +62,7 @@ def training_arguments(run: Run, run_dir: Path, accumulation: int, items: int = 
         save_steps=settings.checkpoint_every,
         save_total_limit=settings.keep_checkpoints,
         dataloader_num_workers=run.engine.workers,
-        dataloader_pin_memory=pinned,
-        accelerator_config={"non_blocking": pinned},
+        dataloader_pin_memory=torch.cuda.is_available() and settings.device == "auto",
         disable_tqdm=True,
         report_to=["wandb"] if report_of(run) == "wandb" else [],
         **_optimizer_arguments(run),
