@@ -84,13 +84,15 @@ class TestOnHopper:
         check(test, torch.float16, "cuda")
 
     @pytest.mark.parametrize("shape", [(1, 330, 1, 1, 128, 128), (2, 260, 1, 2, 64, 64)], ids=str)
-    @pytest.mark.parametrize("rule", ["falcon-1a", "linear", "falcon-3a"])
-    def test_sequences_in_pieces(self, rule, shape, monkeypatch):
+    @pytest.mark.parametrize(("rule", "ridge"), [("falcon-1a", 1.0), ("linear", 0.3), ("falcon-3a", 0.3)])
+    def test_sequences_in_pieces(self, rule, ridge, shape, monkeypatch):
+        """Of falcon-1a a ridge of 0.3 has a gradient whose terms cancel: 1.3e-2 off in bfloat16, plain or not."""
+
         def three(where, _):
             return launch.Walk(where, 3, -(-where.chunks // 3))
 
         monkeypatch.setattr(launch_additive, "HOPPER", launch_additive.HOPPER._replace(walk_of=three))
-        check(case(rule, shape=shape, state=True, ridge=0.3), torch.bfloat16, "cuda")
+        check(case(rule, shape=shape, state=True, ridge=ridge), torch.bfloat16, "cuda")
 
     @pytest.mark.parametrize("rule", ["falcon-1a", "falcon-3a"])
     def test_same_result_twice(self, rule):

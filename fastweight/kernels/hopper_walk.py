@@ -1,11 +1,12 @@
-"""What the kernels of hopper_solve.py share: their part of the work, tiles by TMA, and the numbers of every token.
+"""What the walks on Hopper share: a program's part of the work, tiles by TMA, and the numbers of every token.
 
 A program takes one segment of one head for 64 columns. Tiles of a chunk come into rings, each with barriers of its own.
 The numbers of a token, powers of its decays and steps, are made once a chunk, one thread a token, one chunk ahead of
 their use, and read from shared memory as rows and columns.
 
 Traps: a stage is fetched into only behind a thread barrier after the last use of what it held. A rate is kept for two
-chunks: written for the next while this one's is read.
+chunks: written for the next while this one's is read. A load by TMA may begin at a negative row and finds zeros there;
+a store that does is an illegal instruction.
 """
 
 # pyright: basic, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
