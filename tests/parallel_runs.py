@@ -18,10 +18,11 @@ import torch.distributed as dist
 from rich.console import Console
 
 import fastweight as fw
-from fastweight.kernels import launch_additive, launch_solve
+from fastweight.kernels import launch_solve
 from fastweight.kernels.launch import Walk
+from fastweight.memory import relay
 from fastweight.models.cache import CACHE_NAME
-from fastweight.parallel import context_parallel, scan
+from fastweight.parallel import context_parallel
 from fastweight.training import train
 from tests.conftest import assert_close
 from tests.lm_runs import finish, processes, run_of, write_data
@@ -205,14 +206,12 @@ def kernels(rank: int, size: int) -> None:
     """The exchange inside the kernels, in Triton's interpreter, with two pieces on each rank."""
     importlib.import_module("tests.test_kernels")  # mends what the interpreter lacks
     taken: list[bool] = []
-    fits = scan.fits
-    scan.fits = lambda *call: taken.append(fits(*call)) or taken[-1]
-    for module in (launch_solve, launch_additive):
-        engine = module._engine
-        module._engine = lambda given, where, *_, engine=engine: (engine(given, where)[0], Walk(where, 3, 1))
-    for name in ("falcon-1", "falcon-1a"):
-        compare(f"{name} kernels", fw.RULES[name], torch.float32, B=1, T=70, heads=(1, 1), here="triton")
-    assert taken == [True, True], taken
+    fits = relay.fits
+    relay.fits = lambda *call: taken.append(fits(*call)) or taken[-1]
+    engine = launch_solve._engine
+    launch_solve._engine = lambda given, where, *_: (engine(given, where)[0], Walk(where, 3, 1))
+    compare("kernels", fw.RULES["falcon-1"], torch.float32, B=1, T=70, heads=(1, 1), here="triton")
+    assert taken == [True], taken
 
 
 PARTS = {"op": op, "model": model, "kernels": kernels}

@@ -239,7 +239,7 @@ def _attend(inputs: Inputs, call: _Call, around: Around, output_final_state: boo
     place = current()
     if place is None:
         return _attend_here(inputs, call, around, output_final_state)
-    from fastweight.parallel.attend import attend
+    from fastweight.memory.across import attend
 
     return attend(inputs, call, around, output_final_state, place, _attend_here)
 

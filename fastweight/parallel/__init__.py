@@ -4,8 +4,8 @@
         o, state = fast_weight_attention(q, k, v, beta, lam, rule)     # q, k, v: this process's tokens
 
 Inside, the op, the layers and the models compute what one process would with all tokens: what reaches across a border
-(memory, pairing key, window, inputs of the short convolution) is exchanged. `group` holds that; `layout` says which
-documents lie where; `attend` is the op over ranks; `scan` its fast form on kernels.
+(memory, pairing key, window, inputs of the short convolution) is exchanged. `group` holds the exchanges, `layout` says
+which documents lie where, `convolve` is the short convolution over ranks; the op over ranks is memory/across.py.
 """
 
 from fastweight.parallel.group import Place, Traffic, context_parallel, current, entered

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # one function, renamed
 ALIGNMENT = 16  # bytes: where each tensor of a message begins
 
 
@@ -100,9 +99,10 @@ def gather_now(place: Place, *tensors: Tensor) -> tuple[Tensor, ...]:
     """`gather` without gradients."""
     message = _bytes(tensors)
     place.traffic.add((place.size - 1) * message.numel())
-    parts = message.new_empty(place.size, message.numel())
-    _all_gather(parts.view(-1), message, group=place.group)
-    return tuple(_tensors(parts, tensors))
+    parts = [torch.empty_like(message) for _ in range(place.size)]
+    dist.all_gather(parts, message, group=place.group)
+    by_rank = [_tensors(part, tensors) for part in parts]
+    return tuple(torch.stack(same) for same in zip(*by_rank, strict=True))
 
 
 def send(place: Place, tensor: Tensor, output: Tensor) -> Tensor:
@@ -137,9 +137,12 @@ class _Gather(torch.autograd.Function):
         place.traffic.add(message.numel() // place.size * (place.size - 1))
         back = torch.empty_like(message)
         dist.all_to_all_single(back, message, group=place.group)
+        by_rank = [_tensors(part, likes) for part in back.chunk(place.size)]
         grads: list[Tensor | None] = [None] * len(d_gathered)
-        for (i, _), same in zip(floats, _tensors(back.view(place.size, -1), likes), strict=True):
-            grads[i] = same.sum(0, dtype=torch.promote_types(same.dtype, torch.float32)).to(same.dtype)
+        for (i, _), same in zip(floats, zip(*by_rank, strict=True), strict=True):
+            grads[i] = (
+                torch.stack(same).sum(0, dtype=torch.promote_types(same[0].dtype, torch.float32)).to(same[0].dtype)
+            )
         return None, None, *grads
 
 
@@ -191,7 +194,7 @@ def _to(place: Place, tensor: Tensor, rank: int) -> None:
 def _from(place: Place, like: Tensor, rank: int, device: Any) -> Tensor:
     message = torch.empty(_size(like), dtype=torch.uint8, device=device)
     dist.recv(message, dist.get_global_rank(place.group, rank), group=place.group)
-    return _tensors(message[None], [like])[0][0]
+    return _tensors(message, [like])[0]
 
 
 def _size(tensor: Tensor) -> int:
@@ -203,17 +206,15 @@ def _bytes(tensors: Any) -> Tensor:
     parts = []
     for tensor in tensors:
         flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
-        short = _size(tensor) - flat.numel()
-        parts.append(torch.nn.functional.pad(flat, (0, short)) if short else flat)
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+        parts.append(torch.nn.functional.pad(flat, (0, _size(tensor) - flat.numel())))
+    return torch.cat(parts)
 
 
-def _tensors(messages: Tensor, likes: Any) -> list[Tensor]:
-    """The inverse of `_bytes` for messages of several ranks [size, bytes], of tensors of these shapes and dtypes."""
+def _tensors(message: Tensor, likes: Any) -> list[Tensor]:
+    """The inverse of `_bytes`, for tensors of these shapes and dtypes."""
     found, start = [], 0
     for like in likes:
         num_bytes = math.prod(like.shape) * like.element_size()
-        part = messages[:, start : start + num_bytes]
-        found.append(part.view(like.dtype).view(len(messages), *like.shape))
+        found.append(message[start : start + num_bytes].view(like.dtype).view(like.shape))
         start += _size(like)
     return found

@@ -7,7 +7,7 @@ What a rank does to any state that it is given is affine, S -> M S + b (SPEC sec
     S  before rank r: (M_{r-1}, b_{r-1}) o ... o (M_0, b_0), after one exchange of all M and b
 
 and then the op runs with that state. This costs the op two or three times (a rank that begins a document has b from its
-outputs and no M, the last rank of a document needs neither); `scan` has the kernels do it for the price of once. For
+outputs and no M, the last rank of a document needs neither); `relay` has the kernels do it for the price of once. For
 regression with a gain per column M differs from column to column: there each rank waits for the one before, and heads
 go in groups, so that ranks work on different groups at a time.
 
@@ -20,12 +20,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fastweight.memory import relay
 from fastweight.memory.inputs import Around, Inputs, working_dtype
 from fastweight.memory.maps import ChunkMap
 from fastweight.memory.rules import Rule
 from fastweight.memory.state import State
 from fastweight.memory.writes import pair
-from fastweight.parallel import scan
 from fastweight.parallel.group import Place, gather, receive, send, tie
 from fastweight.parallel.layout import Layout, joined, last_real
 
@@ -67,9 +67,6 @@ def attend(inputs: Inputs, call: Any, around: Around, output_final_state: bool, 
     run: the op of one process on an unpacked or packed part, with its final state.
     """
     v, cu = inputs.v, around.cu_seqlens
-    if scan.fits(inputs, call, around):
-        with torch.autocast(v.device.type, enabled=False):
-            return scan.scan(inputs, call.rule, around.initial_state, place, output_final_state)
     rows = len(v) if cu is None else len(cu) - 1
     state = _whole_state(inputs, call.rule, around.initial_state, rows)
     here = _Here(
@@ -87,6 +84,11 @@ def attend(inputs: Inputs, call: Any, around: Around, output_final_state: bool, 
 
 def _computed(here: _Here) -> tuple[Tensor, dict[int, State], tuple[Tensor, ...]]:
     """Outputs, the states of rows that end or stand here, and what was received."""
+    if relay.fits(here.inputs, here.call, here.around):
+        begun = here.around.initial_state
+        assert isinstance(begun, State), "made by the caller"
+        o, state, received = relay.scan(here.inputs, here.rule, begun, here.place, here.anchor)
+        return o, {0: state}, received
     boundary, tails = _boundary(here)
     alone = here.rule.gain == "column" and here.rule.objective == "regression"
     o, states, received = (_in_turns if alone else _through_maps)(here, boundary)
