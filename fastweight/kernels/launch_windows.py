@@ -1,7 +1,7 @@
 """Host side of regression over a window: allocates, and launches windows_maps.py, windows.py and its gradient.
 
-Saved for the backward pass besides the inputs: a block's maps (8 or 32 KB of float32, half of it in bfloat16) and its
-first state. Steps and facts of tokens are measured again. Trap: float16 has no range for maps, which hold steps: they
+Saved for the backward pass besides the inputs: a block's maps (16 KB of float32, half of it in bfloat16) and its first
+state. Steps and facts of tokens are measured again. Trap: float16 has no range for maps, which hold steps: they
 are float32 there.
 """
 
@@ -26,21 +26,20 @@ from fastweight.kernels.launch import (
 from fastweight.kernels.start import start
 
 ROWS = 64  # (token, pair of its window) of a block, at most
-MOST_PAIRS = 32
+PAIRS = 32  # of a block, and the tile that holds them: with tiles of 16 gradients came out wrong on Hopper
 
 
 @dataclass(frozen=True)
 class Block:
-    """How many tokens a block of a window has, and the power of two that holds its pairs."""
+    """How many tokens a block of a window has."""
 
     window: int
     tokens: int
-    pairs: int
+    pairs: int = PAIRS
 
     @classmethod
     def of(cls, window: int) -> "Block":
-        tokens = min(ROWS // window, MOST_PAIRS + 1 - window)
-        return cls(window, tokens, wide(tokens + window - 1, 16))
+        return cls(window, min(ROWS // window, PAIRS + 1 - window))
 
     @property
     def flags(self) -> dict[str, int]:
