@@ -237,7 +237,7 @@ def test_backward_a_few_rows_at_a_time(rebuild, monkeypatch):
     from fastweight.kernels import launch_solve, rebuilt_states
 
     test = case("falcon-1", shape=(3, 70, 1, 2, 16, 16), state=True)
-    monkeypatch.setattr(launch_solve, "_rows_at_once", lambda engine, walk, given: 2)
+    monkeypatch.setattr(launch_solve, "_rows_at_once", lambda *_: 2)
     with rebuilt_states() if rebuild else contextlib.nullcontext():
         check(test, torch.float32, "cpu")
 

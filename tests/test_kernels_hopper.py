@@ -62,15 +62,29 @@ def test_the_prepared_inverse_is_bfloat16_only(hopper):
 
 @pytest.mark.parametrize("heads", [1, 2, 16, 60, 66, 200])
 @pytest.mark.parametrize("chunks", [1, 31, 32, 35, 512])
-@pytest.mark.parametrize("reverse", [False, True])
-def test_pieces_cover_a_sequence_and_fit_the_device(heads, chunks, reverse):
+def test_pieces_cover_a_sequence_and_fit_the_device(heads, chunks):
     where = Geometry.of(1, 64 * chunks - 3, None)
     tokens = given(128, 128)
     tokens = tokens._replace(v=torch.empty(1, 1, heads, 128, dtype=torch.bfloat16, device="meta"))
-    walk = launch_hopper.walk_of(where, tokens, reverse)
+    walk = launch_hopper.walk_of(where, tokens)
     assert walk.segments == 1 or (walk.segments - 1) * walk.length < chunks <= walk.segments * walk.length
     assert walk.segments == 1 or heads * 2 * walk.segments <= launch_hopper.WALKING
-    assert walk.segments == 1 or heads * (2 if reverse else 4) * (walk.segments - 1) <= launch_hopper.ADVANCING
+    assert walk.segments == 1 or heads * 4 * (walk.segments - 1) <= launch_hopper.ADVANCING
+
+
+@pytest.mark.parametrize(
+    ("shape", "rows"), [((16, 4096, 16, 128), 8), ((64, 1024, 6, 128), 64), ((64, 4096, 16, 128), 16)]
+)
+def test_rows_of_a_large_batch_go_in_turns(shape, rows):
+    """Whole device fulls of them where their state gradients would be large, and all where anything is not checked."""
+    B, T = shape[:2]
+    q = torch.empty(shape, dtype=torch.bfloat16, device="meta")
+    call = given()._replace(q=q, k=q, v=q)
+    walk = launch.Walk(Geometry.of(B, T, None), 1, 2**30)
+    assert launch_hopper.rows_at_once(walk, call) == rows
+    half = q.to(torch.float16)
+    for other in (call._replace(q=q[:, :, :1]), call._replace(v=half), call._replace(v=q[:, :-1])):
+        assert launch_hopper.rows_at_once(walk, other) == B
 
 
 def test_nothing_is_taken_without_a_device():
@@ -136,7 +150,7 @@ class TestOnHopper:
     @pytest.mark.parametrize("shape", [(1, 330, 1, 1, 128, 128), (2, 260, 1, 2, 64, 64)], ids=str)
     @pytest.mark.parametrize("rule", ["falcon-1", "delta"])
     def test_sequences_in_pieces(self, rule, shape, monkeypatch):
-        monkeypatch.setattr(launch_hopper, "walk_of", lambda where, *_: launch.Walk(where, 3, -(-where.chunks // 3)))
+        monkeypatch.setattr(launch_hopper, "walk_of", lambda where, _: launch.Walk(where, 3, -(-where.chunks // 3)))
         check(case(rule, shape=shape, state=True, ridge=0.3), torch.bfloat16, "cuda")
 
     def test_processes_that_take_turns(self):

@@ -98,17 +98,13 @@ def blocks(tensor: Tensor, rows: int) -> Any:
     return _described(tensor, _template((tensor.numel() // columns, columns), (columns, 1), (rows, 64)))
 
 
-def walk_of(where: Geometry, given: Inputs, reverse: bool = False) -> Walk:
-    """One piece a sequence where programs fill the device, else as many as it holds at once; few are not worth it.
-
-    In reverse there may be more of them: only maps are advanced, no values.
-    """
+def walk_of(where: Geometry, given: Inputs) -> Walk:
+    """One piece a sequence where programs fill the device, else as many as it holds at once; few are not worth it."""
     H, K, V = given.v.shape[2], given.q.shape[3], given.v.shape[3]
     programs = where.sequences * H * (V // 64)
     if programs >= FEW_PROGRAMS or where.chunks < LEAST_CHUNKS:
         return Walk(where, 1, 2**30)
-    columns = (K if reverse else K + V) // 64
-    pieces = min(WALKING // programs, 1 + ADVANCING // (where.sequences * H * columns), where.chunks // 4)
+    pieces = min(WALKING // programs, 1 + ADVANCING // (where.sequences * H * ((K + V) // 64)), where.chunks // 4)
     length = -(-where.chunks // pieces) if pieces > 2 else where.chunks
     return Walk(where, -(-where.chunks // length), length)
 
@@ -119,8 +115,10 @@ def rows_at_once(walk: Walk, given: Inputs) -> int:
     The gradients of the next rows then lie where the last ones did, and a turn costs a launch, no idle programs.
     """
     B, T, H, V = given.v.shape
-    if walk.segments > 1 or T % 4 or walk.where.slots * H * given.q.shape[3] * V < LARGE:
-        return B  # (rates of later rows begin at multiples of 16 bytes, as everything that kernels are compiled for)
+    checked = given.v.dtype == torch.bfloat16 and V in WIDTHS and given.q.shape[2] == H  # on a device
+    # (T: rates of later rows begin at multiples of 16 bytes, as everything that kernels are compiled for.)
+    if not checked or walk.segments > 1 or T % 4 or walk.where.slots * H * given.q.shape[3] * V < LARGE:
+        return B
     full = max(1, WALKING // (H * (V // 64)))
     return min(B, full * -(-B // (full * TURNS)))
 

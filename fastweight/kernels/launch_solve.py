@@ -121,13 +121,13 @@ PLAIN = Engine(_prepare, _forward, _advance, _backward_state)
 HOPPER = Engine(launch_hopper.prepare, launch_hopper.forward, launch_hopper.advance, launch_hopper.backward_state)
 
 
-def _engine(given: Inputs, where: Geometry, reverse: bool = False) -> tuple[Engine, Walk]:
+def _engine(given: Inputs, where: Geometry) -> tuple[Engine, Walk]:
     """Which kernels walk the chunks, and in how many pieces."""
     H, V, dtype = given.v.shape[2], given.v.shape[3], given.v.dtype
     if not launch_hopper.fits(given, where.cu):
         return PLAIN, Walk.of(where, where.sequences * H * _columns(V, given))
     engine = HOPPER._replace(prepare=_prepare) if dtype == torch.float16 else HOPPER
-    return engine, launch_hopper.walk_of(where, given, reverse)
+    return engine, launch_hopper.walk_of(where, given)
 
 
 def forward(plan, q, k, v, beta, lam, state0, key0, has_key, mask, cu_seqlens, save):
@@ -205,8 +205,8 @@ def backward(plan, d_o, d_state1, q, k, v, beta, lam, key0, has_key, mask, cu_se
     where = Geometry.of(B, T, cu_seqlens)
     d_o = d_o.contiguous()
     d_o = d_o.clone() if d_o.data_ptr() % 16 else d_o  # what TMA reads is aligned
-    engine, walk = _engine(given, where, reverse=True)
-    rows = _rows_at_once(engine, walk, given)
+    engine, walk = _engine(given, where)
+    rows = _rows_at_once(engine, walk, given, want_state or d_state1 is not None)
     out = Gradients(given, where, want_state, None if rows == len(q) else rows * where.chunks)
     if rows < len(q):
         _in_turns(engine, plan, given, where, rows, d_o, d_state1, (eta, decay, inverse, residual, states), out)
@@ -255,10 +255,10 @@ def _in_turns(engine, plan, given, where, count, d_o, d_state1, saved, out) -> N
         del kept  # the next turn's are made in the same memory
 
 
-def _rows_at_once(engine: Engine, walk: Walk, given: Inputs) -> int:
-    """Rows of the batch that the backward pass takes at a time."""
+def _rows_at_once(engine: Engine, walk: Walk, given: Inputs, states: bool) -> int:
+    """Rows of the batch that the backward pass takes at a time: all with states at its ends, until run on a device."""
     fast = engine.backward_state is launch_hopper.backward_state
-    return launch_hopper.rows_at_once(walk, given) if fast else len(given.v)
+    return launch_hopper.rows_at_once(walk, given) if fast and not states else len(given.v)
 
 
 def _rows(tensor: Tensor | None, rows: slice) -> Tensor | None:
