@@ -51,6 +51,7 @@ OPS = {
     "linear attention": Op(LINEAR_ATTENTION, own_gates=True),
     "falcon-3a": Op(fw.RULES["falcon-3a"]),
     "falcon-2a": Op(fw.RULES["falcon-2a"]),
+    "falcon-3": Op(fw.RULES["falcon-3"]),
 }
 
 # How tokens and gates are drawn; every op of ours must pass in all of them.
@@ -238,5 +239,6 @@ TARGETS = (
     Target("falcon-1a", "forward", 1 / 1.8, "FLA simple GLA"),
     Target("falcon-3a", "train", 1.15, "falcon-1a"),
     Target("falcon-2a", "train", 1.3, "falcon-1a"),
+    Target("falcon-3", "train", 2.2, "falcon-1"),
     Target("falcon-1", "train", 1 / 1.5, "FLA gated delta rule", width=64),
 )
