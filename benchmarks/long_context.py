@@ -75,9 +75,10 @@ def picture(results: list[dict[str, Any]], path: Path, title: str) -> None:
     for axis, key, what in zip(axes, ("S", "o"), ("memory", "outputs"), strict=True):
         for result in results:
             axis.plot(result["position"], result[key], label=result["rule"], linewidth=1.2)
-        axis.set(xscale="log", yscale="log", xlabel="tokens read", ylabel=f"relative error of the {what}")
+        top = 1.2 * max(max(result[key]) for result in results)
+        axis.set(xscale="log", ylim=(0, top), xlabel="tokens read", ylabel=f"relative error of the {what}")
         axis.grid(alpha=0.3)
-    axes[0].legend(fontsize=8)
+    axes[1].legend(fontsize=8, loc="lower right")
     figure.suptitle(title)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
