@@ -11,10 +11,10 @@ makes the rest. dL_t, of the natural log of a carry, is a sum of terms that all 
 one for every pair of a write before t and a read or miss behind it, of what comes from the block's start, and of what
 goes on to its end. What all columns give to G and P is needed as numbers between tokens, although each column fades in
 its own way: i and j first differ in one binary digit, and at that level 2 h the two halves of a block each bring
-factors of their own, from j to the end of its half and from the start of the other to i (as in columns.py).
+factors of their own, from j to the end of its half and from the start of the other to i, none above 1.
 
-Traps: as in solve_columns.py. A program of `backward_chunk` takes chunk after chunk, so that there are few places to
-put states aside. Gradients of keys and queries come one per block of columns.
+Traps: as in solve_columns.py; steps are written out by fours. A program of `backward_chunk` takes chunk after chunk, so
+that there are few places to put states aside. Gradients of keys and queries come one per block of columns.
 """
 
 # pyright: basic, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
@@ -55,9 +55,9 @@ from fastweight.kernels.tiles import (
 def write_gradients(ends, do, eta, carry, rows, b, high, BEFORE: tl.constexpr):
     """dU [BV, 16] of a block's writes, from B at its end and the gradients of its reads; rows: G and Q X^T."""
     B = ends
-    for half in tl.range(0, 16, 8, num_stages=1):
-        for s in tl.static_range(8):
-            t = 15 - half - s
+    for quarter in tl.range(0, 16, 4, num_stages=1):
+        for s in tl.static_range(4):
+            t = 15 - quarter - s
             reads = coupling(rows, b, t, high, 1) * pick(do, b, t)[:, None]
             if not BEFORE:
                 B = tl.where((b <= t)[None, :], B + reads, B)
@@ -74,9 +74,9 @@ def pairs_felt(u, do, d_y, carry, rows, b, high, BEFORE: tl.constexpr):
     """Gradient of each log-carry from the pairs of one block, at the token before, and what the end sees of writes."""
     z = u
     felt = tl.zeros_like(u)
-    for half in tl.range(0, 16, 8, num_stages=1):
-        for s in tl.static_range(8):
-            i = half + s
+    for quarter in tl.range(0, 16, 4, num_stages=1):
+        for s in tl.static_range(4):
+            i = quarter + s
             earlier = (b < i)[None, :]
             miss = coupling(rows, b, i, high, 0) * pick(d_y, b, i)[:, None] * -z
             faded = tl.where(earlier, z * pick(carry, b, i)[:, None], z)
