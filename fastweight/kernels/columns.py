@@ -122,7 +122,7 @@ def _reach(u, fade, scores, level, DOT: tl.constexpr, LOW: tl.constexpr):
 
 @triton.jit(do_not_specialize=["length", "chunks", "tokens", "segments", "per_segment"])
 def forward(
-    q, k, v, beta, lam, key0, has_key, unmasked, previous, paths, state0, o, energies, states, state1, spans,
+    q, k, v, beta, lam, key0, has_key, unmasked, previous, paths, state0, o, energies, states, state1, spans, wild,
     cu, chunk_start, length, chunks, tokens, segments, per_segment, eps, floor,
     H: tl.constexpr, KH: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     SHIFT: tl.constexpr, SCALED: tl.constexpr, DIRECT: tl.constexpr, BEFORE: tl.constexpr, SAVE: tl.constexpr,
@@ -130,9 +130,13 @@ def forward(
 ):  # fmt: skip
     """One segment of one head, BV value columns: o, the final state, and with SAVE chunk states and key energies.
 
-    spans: where wanted, the log2 decay of the whole segment [segments of all sequences, H, V].
+    spans: where wanted, the log2 decay of the whole segment [segments of all sequences, H, V]. wild: where given, only
+    the programs noted there (columns_tame.py).
     """
     pid = tl.program_id(0)
+    if wild is not None:  # noqa: SIM102
+        if tl.load(wild + pid) == 0:
+            return
     blocks: tl.constexpr = (V + BV - 1) // BV
     h = (pid // blocks) % H
     seg = pid // (blocks * H)

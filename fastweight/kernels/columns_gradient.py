@@ -65,7 +65,7 @@ def _writes(
 @triton.jit(do_not_specialize=["length", "chunks", "tokens"])
 def backward_columns(
     q, k, v, d_o, beta, lam, key0, has_key, unmasked, previous, paths, flipped, energies, states, d_states,
-    d_v, d_beta, shares, d_scores,
+    d_v, d_beta, shares, d_scores, wild,
     cu, chunk_seq, chunk_start, length, chunks, tokens, eps, floor,
     H: tl.constexpr, KH: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     SHIFT: tl.constexpr, SCALED: tl.constexpr, DIRECT: tl.constexpr, BEFORE: tl.constexpr, DOT: tl.constexpr,
@@ -73,6 +73,7 @@ def backward_columns(
     """BV columns of one chunk of one head: gradients of values and beta; shares in those of lam, energy and scores.
 
     shares [column blocks, lam or energy, H, tokens] in float32, d_scores [column blocks, chunks, H, 64, 64] mirrored.
+    wild [chunks, H]: where given, only the chunks noted there.
     """
     chunk = tl.program_id(0)
     h = tl.program_id(1)
@@ -80,6 +81,9 @@ def backward_columns(
     n, first, low, high = chunk_span(chunk, cu, chunk_seq, chunk_start, length, chunks, 64)
     if n < 0:
         return
+    if wild is not None:  # noqa: SIM102
+        if tl.load(wild + chunk.to(tl.int64) * H + h) == 0:
+            return
     kh = h // (H // KH)
     LOW: tl.constexpr = q.dtype.element_ty
     i = tl.arange(0, 64)
@@ -146,17 +150,20 @@ def backward_columns(
 @triton.jit(do_not_specialize=["length", "chunks", "tokens"])
 def backward_keys(
     q, k, v, d_o, beta, lam, key0, has_key, unmasked, previous, paths, energies, states, d_states, shares, d_scores,
-    d_q, d_k, d_lam, d_key0,
+    wild, d_q, d_k, d_lam, d_key0,
     cu, chunk_seq, chunk_start, length, chunks, tokens, eps, floor,
     H: tl.constexpr, KH: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     SHIFT: tl.constexpr, SCALED: tl.constexpr, DIRECT: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of one head, all of K: what all columns together give queries, keys and lam."""
+    """One chunk of one head, all of K: what all columns give queries, keys and lam. wild: as in backward_columns."""
     chunk = tl.program_id(0)
     h = tl.program_id(1)
     n, first, low, high = chunk_span(chunk, cu, chunk_seq, chunk_start, length, chunks, 64)
     if n < 0:
         return
+    if wild is not None:  # noqa: SIM102
+        if tl.load(wild + chunk.to(tl.int64) * H + h) == 0:
+            return
     kh = h // (H // KH)
     LOW: tl.constexpr = q.dtype.element_ty
     i = tl.arange(0, 64)

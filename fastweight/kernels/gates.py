@@ -15,6 +15,7 @@ of a row that does write is TINY instead, which needs the exponents of bfloat16.
 
 import triton
 import triton.language as tl
+from triton.language.extra import libdevice
 
 from fastweight.kernels.tiles import chunk_span, has_pair, load_keys, source_rows
 
@@ -64,13 +65,18 @@ def step_log_decay(alpha, carry, floor):
 
 @triton.jit
 def step_gradient(
-    d_eta, d_log, energy, beta, lam, pair, eps, floor, SCALED: tl.constexpr, DIRECT: tl.constexpr, LIVE: tl.constexpr
-):
-    """Gradients of beta, lam and the energy from those of eta and the natural log-decay; LIVE: the ridge sees E."""
+    d_eta, d_log, energy, beta, lam, pair, eps, floor, SCALED: tl.constexpr, DIRECT: tl.constexpr, LIVE: tl.constexpr,
+    EXACT: tl.constexpr = True,
+):  # fmt: skip
+    """Gradients of beta, lam and the energy from those of eta and the natural log-decay; LIVE: the ridge sees E.
+
+    EXACT: else the device's own division, which the interpreter lacks; the exact one is dear where beta has columns.
+    """
     eta, ridge, denominator, _alpha, carry, is_open, writes = step_sizes(
         energy, beta, lam, pair, eps, floor, SCALED, DIRECT
     )
-    d_alpha = tl.where(is_open, -d_log / carry, 0.0)
+    slope = d_log / carry if EXACT else libdevice.fast_dividef(d_log, carry)
+    d_alpha = tl.where(is_open, -slope, 0.0)
     d_eta = d_eta + d_alpha * ridge
     d_ridge = d_alpha * eta
     if DIRECT:

@@ -1,5 +1,8 @@
 """Host side of the inner-product class with a gain per value column: allocates, launches columns.py and its gradient.
 
+Calls of the kind that `forgets_little` knows first take columns_tame.py and hopper_columns_gradient.py, which note
+where decays are too strong for them; there, and for all other calls, the kernels that take any decay do the work.
+
 Saved for the backward pass, per token and value head: 4 bytes of key energy, and K V / 64 elements of chunk states.
 """
 
@@ -9,11 +12,12 @@ import torch
 import triton
 from torch import Tensor
 
-from fastweight.kernels import columns, columns_gradient
+from fastweight.kernels import columns, columns_gradient, columns_tame, launch_hopper_gradient
 from fastweight.kernels.geometry import Geometry
 from fastweight.kernels.launch import (
     Gradients,
     Inputs,
+    Plan,
     Tile,
     Walk,
     chain,
@@ -43,6 +47,14 @@ def settings(plan: Any, given: Inputs) -> dict[str, Any]:
     return {**flags, **given.widths, "V": given.v.shape[3]}
 
 
+def forgets_little(plan: Plan, given: Inputs, d_o: Tensor, states: Tensor, where: Geometry) -> bool:
+    """Whether the kernels for tame chunks come first: of what fits them, the calls that were compared on a device."""
+    usual = plan.shift and not (plan.before or plan.scaled or plan.direct)
+    dense = where.cu is None and given.unmasked is None
+    same = given.q.shape[3] == given.v.shape[3] and given.v.dtype == torch.bfloat16
+    return usual and dense and same and launch_hopper_gradient.fits(given, d_o, states)
+
+
 def walk_tile(K: int, V: int, dtype: torch.dtype) -> Tile:
     """Of the forward walk, whose state is transposed: 32 rows of it would be too few for a warp group's products."""
     if dtype == torch.float32 and K > 128:
@@ -70,13 +82,16 @@ def forward(plan, q, k, v, beta, lam, state0, key0, has_key, mask, cu_seqlens, s
     paths = draw_paths(plan, v, 16, flip=True)
 
     def run(state0: Tensor | None, state1: Tensor, save: bool, spans: Tensor | None = None) -> None:
-        start(
-            columns.forward, (grid * walk.segments,),
-            *given, paths,
-            None if state0 is None else state0.contiguous(), o, energies, states, state1, spans,
-            *walk.arguments, float(plan.eps), float(plan.floor), BEFORE=plan.before, SAVE=save,
-            **settings(plan, given), **tile._asdict(),
-        )  # fmt: skip
+        programs = (grid * walk.segments,)
+        start0 = None if state0 is None else state0.contiguous()
+        numbers = *walk.arguments, float(plan.eps), float(plan.floor)
+        flags = {"BEFORE": plan.before, "SAVE": save, **settings(plan, given), **tile._asdict()}
+        made = start0, o, energies, states, state1, spans
+        wild = None
+        if walk.segments == 1 and forgets_little(plan, given, given.v, states, where):
+            wild = torch.empty(programs, dtype=torch.int8, device=v.device)
+            start(columns_tame.forward, programs, *given, *made, wild, *numbers, **flags)
+        start(columns.forward, programs, *given, paths, *made, wild, *numbers, **flags)
 
     if walk.segments > 1:
         local = state1.new_empty(where.sequences * walk.segments, H, K, V)
@@ -128,15 +143,19 @@ def backward(plan, d_o, d_state1, q, k, v, beta, lam, key0, has_key, mask, cu_se
         shares = energies.new_empty(blocks, 2, H, where.tokens)
         d_scores = given.v.new_empty(blocks, where.slots, H, 64, 64)
         common = (given.q, given.k, given.v, d_o, given.beta, given.lam, *given[5:], paths)
+        wild = None
+        if forgets_little(plan, given, d_o, states, where):
+            wild = torch.ones(where.slots, H, dtype=torch.int8, device=v.device)
+            launch_hopper_gradient.columns(plan, given, where, d_o, saved, out, wild)
         start(
             columns_gradient.backward_columns, (where.slots, H, blocks),
             *common, draw_paths(plan, v, 64, flip=True), energies, states, out.states,
-            out.v, out.beta, shares, d_scores, *tables(where), *steps,
+            out.v, out.beta, shares, d_scores, wild, *tables(where), *steps,
             BEFORE=plan.before, **settings(plan, given), **tile._asdict(),
         )  # fmt: skip
         start(
             columns_gradient.backward_keys, (where.slots, H),
-            *common, energies, states, out.states, shares, d_scores, out.q, out.k, out.lam, out.key0,
+            *common, energies, states, out.states, shares, d_scores, wild, out.q, out.k, out.lam, out.key0,
             *tables(where), *steps, **settings(plan, given), **token_tile(K, dtype, 8)._asdict(),
         )  # fmt: skip
     return out.result()
