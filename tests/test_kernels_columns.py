@@ -58,6 +58,47 @@ def test_interpreted_floor_far_below_the_range_of_a_product(monkeypatch):
     check(LOWEST, torch.float32, "cpu")
 
 
+def tame_beside_wild(test, dtype, device):
+    """Inputs of chunks that forget little, and behind them of such ones in half of the columns only."""
+    inputs = make(test, dtype, device)
+    V = test.shape[5]
+    inputs["beta"][:, :64] *= 0.01
+    inputs["beta"][..., : V // 2] *= 0.01
+    return inputs
+
+
+BESIDE = case("falcon-2a", shape=(1, 130, 1, 1, 16, 64), state=True, key=True, ridge=1e3)
+LITTLE = [
+    case("falcon-2a", shape=(2, 70, 1, 2, 24, 20), state=True, key=True, mask=True),
+    case("falcon-2a", {"timing": "read-before-write"}, shape=(1, 90, 1, 1, 16, 16), cuts=(0, 1, 1, 70, 90)),
+]
+
+
+@interpreted
+@pytest.mark.parametrize("test", [*LITTLE, BESIDE], ids=["masked", "packed", "tame beside wild"])
+def test_interpreted_chunks_that_forget_little(monkeypatch, test):
+    """The forward walk of tame chunks, here in float32; the one of any decay follows where it was of no use."""
+    from fastweight.kernels import columns, columns_tame, launch_columns
+
+    walks = []
+
+    def start(kernel, grid, *arguments, **options):
+        if kernel in (columns_tame.forward, columns.forward):
+            walks.append(kernel)
+            wild = next(tensor for tensor in arguments if getattr(tensor, "dtype", None) == torch.int8)
+            wild.fill_(0) if kernel is columns_tame.forward else noted.append(wild.tolist())
+        launch(kernel, grid, *arguments, **options)
+
+    noted, launch = [], launch_columns.start
+    monkeypatch.setattr(launch_columns, "start", start)
+    monkeypatch.setattr(launch_columns, "forgets_little", lambda plan, given, d_o, *rest: d_o is given.v)
+    if test is BESIDE:
+        monkeypatch.setattr("test_kernels.make", tame_beside_wild)
+    check(test, torch.float32, "cpu")
+    assert walks == [columns_tame.forward, columns.forward]
+    assert noted == [[0, 1]] if test is BESIDE else not any(noted[0])
+
+
 PIECES = case("falcon-2a", {"timing": "read-before-write"}, shape=(1, 140, 1, 1, 16, 16), state=True, key=True)
 
 
@@ -110,7 +151,7 @@ def test_kernels_interpreted():
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", __file__, "-k", "not Device"]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
-    assert run.stdout.count(".") >= len(COLUMNS) + 5, run.stdout[-500:]
+    assert run.stdout.count(".") >= len(COLUMNS) + 8, run.stdout[-500:]
 
 
 class TestOnDevice:
@@ -133,6 +174,16 @@ class TestOnDevice:
     def test_floor_far_below_the_range_of_a_product(self, monkeypatch, dtype):
         monkeypatch.setattr("test_kernels.make", decays_or_vanishes)
         check(at(LOWEST, 1, 140, 1, 1, 64, 64), dtype, "cuda")
+
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    @pytest.mark.parametrize("width", [64, 128])
+    def test_tame_beside_wild(self, monkeypatch, width, dtype):
+        monkeypatch.setattr("test_kernels.make", tame_beside_wild)
+        check(at(BESIDE, 1, 330, 1, 2, width, width), dtype, "cuda")
+
+    @pytest.mark.parametrize("ridge", [0.1, 1.0])
+    def test_gains_near_two(self, ridge):
+        check(case("falcon-2a", shape=(1, 200, 1, 2, 128, 128), beta=1.99, ridge=ridge), torch.bfloat16, "cuda")
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
     def test_columns_in_pieces(self, dtype):
