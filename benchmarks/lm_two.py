@@ -1,6 +1,6 @@
 """One GPU against several through `fastweight train lm`: the same losses with DDP and FSDP2, and tokens/s.
 
-    python -m benchmarks.lm_two --gpus 2            prints a table, writes results/lm/two.json
+    python -m benchmarks.lm_two --gpus 2            prints a table, writes results/lm/two.json and .png
 
 Three runs of one recipe on the same random tokens, the same global batch, bf16 autocast: one process, then torchrun
 with DDP, then with FSDP2. Losses are compared at every line of metrics.jsonl with bfloat16's rounding as the measure;
@@ -28,7 +28,7 @@ import torch
 from fastweight.cli import main as main_of_fastweight
 
 STEPS, EVERY, WAIT, ALLOWED = 12, 2, 4, 2**-8
-MICRO_BATCHES = 4  # of a step on each of several GPUs; lm-paper has 7.5 on two
+MICRO_BATCHES = 4  # of a step on each of several GPUs; lm-paper has 8 on two
 SETTINGS = (
     f"training.steps={STEPS}", f"training.log_every={EVERY}", "training.validate_every=0", "training.precision=bf16",
     "training.checkpoint_every=1000", "optimizer.warmup_steps=4", "engine.report=none", "engine.workers=2",
@@ -137,6 +137,35 @@ def compared(runs: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
+def draw(runs: list[dict[str, Any]], path: Path) -> None:
+    """Rates as bars beside what perfect scaling would give, and losses by log line."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    runs = [run for run in runs if "failed" not in run]
+    if not runs:
+        return
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.4))
+    ideal = [runs[0]["tokens_per_second"] * run["gpus"] / 1e3 for run in runs]
+    left.barh(range(len(runs)), ideal, color="none", edgecolor="#8a94a6", linestyle="--")
+    left.barh(range(len(runs)), [run["tokens_per_second"] / 1e3 for run in runs], color="#2a7f62")
+    left.set_yticks(range(len(runs)), [f"{run['name']}, {run['gpus']} GPU" for run in runs])
+    left.invert_yaxis()
+    left.set_xlabel("thousand tokens/s; dashed: one GPU times their number")
+    for run, style in zip(runs, ("-", "--", ":"), strict=False):
+        right.plot(run["losses"], style, label=run["name"])
+    right.set_xlabel("line of metrics")
+    right.set_ylabel("loss")
+    right.legend()
+    for axes in (left, right):
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--gpus", type=int, default=2)
@@ -145,7 +174,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--compile", action="store_true", help="compile the blocks")
     parser.add_argument("--limit", type=float, default=600, help="seconds")
     parser.add_argument("--out", type=Path, default=Path("results/lm/two.json"))
+    parser.add_argument("--draw-only", action="store_true", help="the picture again, from the JSON")
     chosen = parser.parse_args(arguments)
+    if chosen.draw_only:
+        return draw(json.loads(chosen.out.read_text()), chosen.out.with_suffix(".png"))
     batch, end = MICRO_BATCHES * chosen.gpus * chosen.micro, time.monotonic() + chosen.limit
     order = (("one", 1, "ddp"), ("ddp", chosen.gpus, "ddp"), ("fsdp2", chosen.gpus, "fsdp2"))
     with tempfile.TemporaryDirectory() as folder:
@@ -171,6 +203,7 @@ def main(arguments: list[str] | None = None) -> None:
     print("\n".join(compared(runs)), flush=True)
     chosen.out.parent.mkdir(parents=True, exist_ok=True)
     chosen.out.write_text(json.dumps(runs, indent=1) + "\n")
+    draw(runs, chosen.out.with_suffix(".png"))
 
 
 if __name__ == "__main__":
