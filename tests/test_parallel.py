@@ -35,14 +35,9 @@ def run(*words: str, **environment: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", ["2", "3"])
-def test_the_op_over_ranks(size):
-    run("op", size)
-
-
-@pytest.mark.slow
-def test_models_over_ranks():
-    run("model", "3")
+@pytest.mark.parametrize(("parts", "size"), [("op,model", "2"), ("op", "3")])
+def test_the_op_and_models_over_ranks(parts, size):
+    run(parts, size)
 
 
 @pytest.mark.slow
@@ -61,9 +56,9 @@ def test_training_with_shared_sequences(tmp_path, assert_close):
         )
         assert len(one) == len(two) == 3
         for alone, shared in zip(one, two, strict=True):
-            for name in ("loss", "grad_norm"):
-                assert shared.get(name) == pytest.approx(alone.get(name), rel=1e-5)
-            assert shared.get("validation") == pytest.approx(alone.get("validation"), rel=1e-5)
+            assert shared.keys() == alone.keys()
+            for name in {"loss", "grad_norm", "validation"} & alone.keys():
+                assert shared[name] == pytest.approx(alone[name], rel=1e-5)
         expected, found = (
             load_file(tmp_path / f"{packing}-{ranks}" / "checkpoint-2" / "model.safetensors") for ranks in (1, 2)
         )
