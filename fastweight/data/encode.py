@@ -7,12 +7,10 @@ parent and end when it is killed; half a surrogate pair, which JSON can hold, is
 import hashlib
 import multiprocessing
 import os
-import threading
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from itertools import chain
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +18,7 @@ import numpy as np
 
 from fastweight.data.shards import token_dtype
 from fastweight.data.tokenizer import Tokenizer, load_tokenizer
+from fastweight.processes import end_with_parent
 
 
 class Batch(NamedTuple):
@@ -85,16 +84,9 @@ _worker_tokenizer: Tokenizer | None = None
 
 def _start_worker(saved: Path) -> None:
     global _worker_tokenizer
-    parent = multiprocessing.parent_process()
-    assert parent is not None, "a worker has a parent"
-    threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True).start()
+    end_with_parent()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     _worker_tokenizer = load_tokenizer(saved)
-
-
-def _end_with(sentinel: int) -> None:
-    wait([sentinel])
-    os._exit(1)
 
 
 def _work(texts: list[str]) -> Encoded:

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from fastweight.evaluation.outcomes import Outcome, outcome_of
 from fastweight.files import write_json
+from fastweight.processes import end_with_parent
 from fastweight.recipes import Run
 from fastweight.study.plan import Study
 
@@ -53,7 +54,7 @@ def run_study(
         say(f"{study.name}: {total} of {len(runs)} to train, {workers} at a time")
     if budget is not None and budget <= 0:
         return read_outcomes(study, out)
-    pool = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
+    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=end_with_parent)
     pending = {pool.submit(_member, runs[m], member_dir(out, *m), *m, generate): m for m in to_do}
     try:
         _follow(pending, start, end, say)
