@@ -45,9 +45,13 @@ def drift(rule: fw.Rule, T: int, length: int, K: int, V: int, device: Any, limit
     begun = told = time.monotonic()
     for turn, inputs in enumerate(segments(rule, T, length, K, V, device), 1):
         with torch.no_grad():
-            o, state = fw.fast_weight_attention(*inputs, rule, initial_state=state, output_final_state=True)
+            o, state = fw.fast_weight_attention(*inputs, rule=rule, initial_state=state, output_final_state=True)
             exact, exact_state = fw.fast_weight_attention(
-                *(t.double() for t in inputs), rule, initial_state=exact_state, output_final_state=True, backend="torch"
+                *(t.double() for t in inputs),
+                rule=rule,
+                initial_state=exact_state,
+                output_final_state=True,
+                backend="torch",
             )
         assert state is not None, "it was asked for"
         assert exact_state is not None, "it was asked for"

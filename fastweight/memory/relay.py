@@ -139,11 +139,11 @@ class _Scan(torch.autograd.Function):
 
         d_q, d_k, d_v, d_beta, d_gate, d_S = launch_relay.backward(ctx.plan, ctx.kept, d_o, d_ended, exchange)
         wide = d_S.double()
-        d_P = None if P is None else (wide @ ctx.begun.mT).to(ctx.P.dtype)
+        d_P = None if P is None else (wide @ ctx.begun.mT).to(ctx.kind)
         d_begun = wide if P is None else P.mT @ wide
         d_begun = d_begun if place.rank == 0 else torch.zeros_like(d_begun)
         has_beta, has_gate = ctx.optional
         return (
             None, d_q, d_k, d_v, d_beta if has_beta else None, d_gate if has_gate else None,
-            d_begun.to(ctx.kind), d_P, None if P is None else d_S.to(ctx.P.dtype),
+            d_begun.to(ctx.kind), d_P, None if P is None else d_S.to(ctx.kind),
         )  # fmt: skip
