@@ -157,6 +157,10 @@ def test_kernels_interpreted():
 class TestOnDevice:
     pytestmark = gpu
 
+    @pytest.fixture(autouse=True)
+    def allow(self, monkeypatch):
+        monkeypatch.setenv("FASTWEIGHT_UNPROVEN", "1")
+
     @pytest.mark.parametrize(("dtype", "widths"), NUMBERS, ids=str)
     def test_widths_and_dtypes(self, widths, dtype):
         check(case("falcon-2a", shape=(2, 200, 1, 2, *widths), state=True, key=True), dtype, "cuda")

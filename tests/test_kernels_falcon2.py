@@ -28,7 +28,7 @@ from test_kernels import (
 )
 
 import fastweight as fw
-from fastweight.kernels import dispatch
+from fastweight.kernels import dispatch, unproven
 
 DIRECT = {"step": "direct", "ridge": "scaled", "timing": "read-before-write"}
 CASES = [
@@ -119,7 +119,7 @@ def test_rebuilt_states_are_for_a_gain_per_head():
         kernel(test, make(test, torch.float32, "cpu"), surroundings(test, "cpu"))
 
 
-def test_what_no_device_has_checked_is_refused():
+def test_what_no_device_has_checked_is_refused(monkeypatch):
     """With a gain per value column on a CUDA device: all but the forward pass of the plain rule."""
     q = torch.zeros(1, 2, 1, 16)
     wide, mask, leaf = torch.zeros(1, 2, 1, 256), torch.ones(1, 2), q.clone().requires_grad_()
@@ -128,6 +128,7 @@ def test_what_no_device_has_checked_is_refused():
     def reason(tensor=q, rule=rule, mask=None, beta=q, device=cuda):
         return dispatch._unchecked_reason(device, rule, (tensor, tensor, tensor, beta, None), (mask, None))
 
+    monkeypatch.delenv(unproven.SWITCH, raising=False)
     assert reason() is None
     assert "gradients" in reason(leaf)
     with torch.no_grad():
@@ -139,6 +140,8 @@ def test_what_no_device_has_checked_is_refused():
     assert reason(leaf, device=torch.device("cpu")) is None
     assert reason(leaf, beta=q[..., 0]) is None
     assert reason(leaf, rule=fw.RULES["falcon-2a"]) is None
+    monkeypatch.setenv(unproven.SWITCH, "1")
+    assert reason(leaf) is None
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this is that process")
@@ -175,7 +178,7 @@ class TestOnDevice:
 
     @pytest.fixture(autouse=True)
     def allow(self, monkeypatch):
-        monkeypatch.setattr(dispatch, "_unchecked_reason", lambda *given: None)
+        monkeypatch.setenv(unproven.SWITCH, "1")
 
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
     @pytest.mark.parametrize("widths", WIDTHS, ids=str)

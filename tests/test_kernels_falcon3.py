@@ -66,17 +66,23 @@ def test_interpreted_operator_foresees_its_shapes():
         assert [t.dtype for t in foreseen] == [t.dtype for t in found]
 
 
-def test_refused_on_a_device():
+@pytest.mark.parametrize(
+    ("asked", "window", "K", "reason"),
+    [(None, 4, 64, "large shapes"), ("1", 5, 64, "windows above 4"), ("1", 4, 256, "widths of 128")],
+)
+def test_refused_on_a_device(monkeypatch, asked, window, K, reason):
     """What is wrong or unchecked there: such a call must not run, whoever asks."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from fastweight.kernels import dispatch
+    from fastweight.kernels import dispatch, unproven
 
-    for window, K, reason in ((5, 64, "windows above 4"), (4, 256, "widths of 128")):
-        rule = fw.RULES["falcon-3"].replace(window=window)
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            q, k, v = torch.empty(3, 1, 5, 1, K, device="cuda")
-            assert reason in str(dispatch.supported(q, k, v, None, None, rule))
+    monkeypatch.delenv(unproven.SWITCH, raising=False)
+    if asked is not None:
+        monkeypatch.setenv(unproven.SWITCH, asked)
+    rule = fw.RULES["falcon-3"].replace(window=window)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        q, k, v = torch.empty(3, 1, 5, 1, K, device="cuda")
+        assert reason in str(dispatch.supported(q, k, v, None, None, rule))
 
 
 @interpreted
@@ -163,6 +169,10 @@ LARGE = {
 
 class TestOnDevice:
     pytestmark = gpu
+
+    @pytest.fixture(autouse=True)
+    def allow(self, monkeypatch):
+        monkeypatch.setenv("FASTWEIGHT_UNPROVEN", "1")
 
     @pytest.mark.parametrize(("dtype", "K", "V"), WIDTHS, ids=str)
     def test_every_dtype_and_width(self, dtype, K, V):

@@ -1,7 +1,8 @@
 """Host side of the inner-product class with a gain per value column: allocates, launches columns.py and its gradient.
 
-Calls of the kind that `forgets_little` knows first take columns_tame.py and hopper_columns_gradient.py, which note
-where decays are too strong for them; there, and for all other calls, the kernels that take any decay do the work.
+Calls of the kind that `forgets_little` knows first take columns_tame.py and hopper_columns_gradient.py, if asked for
+(unproven.py). They note where decays are too strong for them; there, and for all other calls, the kernels that take any
+decay do the work.
 
 Saved for the backward pass, per token and value head: 4 bytes of key energy, and K V / 64 elements of chunk states.
 """
@@ -12,7 +13,7 @@ import torch
 import triton
 from torch import Tensor
 
-from fastweight.kernels import columns, columns_gradient, columns_tame, launch_hopper_gradient
+from fastweight.kernels import columns, columns_gradient, columns_tame, launch_hopper_gradient, unproven
 from fastweight.kernels.geometry import Geometry
 from fastweight.kernels.launch import (
     Gradients,
@@ -48,7 +49,9 @@ def settings(plan: Any, given: Inputs) -> dict[str, Any]:
 
 
 def forgets_little(plan: Plan, given: Inputs, d_o: Tensor, states: Tensor, where: Geometry) -> bool:
-    """Whether the kernels for tame chunks come first: of what fits them, the calls that were compared on a device."""
+    """Whether the kernels for tame chunks come first: asked for, and of what fits them, the calls they are made for."""
+    if not unproven.asked_for():
+        return False
     usual = plan.shift and not (plan.before or plan.scaled or plan.direct)
     dense = where.cu is None and given.unmasked is None
     same = given.q.shape[3] == given.v.shape[3] and given.v.dtype == torch.bfloat16
