@@ -5,7 +5,7 @@ import torch
 from test_kernels import case, check, gpu, kernel, make, outcome, surroundings
 from test_kernels_hopper import REFUSED, given
 
-from fastweight.kernels import launch, launch_additive, launch_hopper, launch_hopper_additive
+from fastweight.kernels import launch, launch_additive, launch_hopper, launch_hopper_additive, unproven
 from fastweight.kernels.geometry import Geometry
 
 
@@ -40,6 +40,17 @@ def test_pieces_cover_a_sequence_and_fit_the_device(heads, chunks):
     assert walk.segments > 1 or heads * 2 >= launch.FEW_PROGRAMS or chunks < launch.LEAST_CHUNKS
 
 
+@pytest.mark.parametrize("asked", [True, False])
+@pytest.mark.parametrize(
+    ("window", "K", "V", "expected"), [(1, 64, 64, True), (4, 128, 128, False), (1, 128, 64, False)]
+)
+def test_one_walk_back_where_asked_for(monkeypatch, asked, window, K, V, expected):
+    """Without windows, and with square states."""
+    monkeypatch.setenv(unproven.SWITCH, str(int(asked)))
+    plan = launch.Plan(1e-6, 1e-4, True, False, False, False, False, False, window)
+    assert launch_hopper_additive.takes_backward(plan, given(K, V)) == (asked and expected)
+
+
 ON_HOPPER = [
     case("falcon-1a", shape=(2, 130, 2, 2, 128, 128)),
     case("falcon-1a", shape=(2, 64, 2, 2, 64, 64), state=True),
@@ -57,6 +68,9 @@ ON_HOPPER = [
     case("falcon-3a", {"timing": "read-before-write"}, shape=(2, 123, 1, 2, 128, 128)),
     case("falcon-3a", {"window": 7, "timing": "read-before-write"}, shape=(2, 3, 1, 2, 64, 64)),
     case("falcon-3a", ridge=1e6, beta=2.0, shape=(1, 232, 1, 2, 128, 128)),
+    case("falcon-1a", {"timing": "read-before-write"}, shape=(2, 130, 2, 4, 128, 128), state=True),
+    case("falcon-1a", {"step": "direct", "pairing": "same-step"}, shape=(2, 128, 1, 2, 64, 64), ridge=0.5),
+    case("falcon-1a", {"ridge": "scaled"}, shape=(2, 128, 1, 2, 128, 128), zero_beta=True),
 ]
 
 
@@ -73,6 +87,7 @@ class TestOnHopper:
         if torch.cuda.get_device_capability()[0] != 9:
             pytest.skip("needs a Hopper device")
         monkeypatch.delenv(launch_hopper.SWITCH, raising=False)
+        monkeypatch.delenv(unproven.SWITCH, raising=False)
         monkeypatch.setattr(launch_additive, "PLAIN", None)
 
     @pytest.mark.parametrize("test", ON_HOPPER, ids=name)
@@ -102,3 +117,11 @@ class TestOnHopper:
         first, second = (outcome(kernel, test, inputs, around, pull) for _ in range(2))
         for part, value in first.items():
             assert torch.equal(value, second[part]), part
+
+
+class TestOneWalkBack(TestOnHopper):
+    """The same with the backward pass in one walk, where it fits."""
+
+    @pytest.fixture(autouse=True)
+    def asked(self, monkeypatch, taken):
+        monkeypatch.setenv(unproven.SWITCH, "1")

@@ -152,13 +152,16 @@ def backward(plan, d_o, d_state1, q, k, v, beta, lam, key0, has_key, mask, cu_se
     d_o = d_o.contiguous()
     d_o = d_o.clone() if d_o.data_ptr() % 16 else d_o  # what TMA reads is aligned
     engine, walk = _engine(given, where)
-    out = Gradients(given, where, want_state)
+    at_once = engine is HOPPER and launch_hopper_additive.takes_backward(plan, given)
+    out = Gradients(given, where, want_state, 0 if at_once else None)
     pieces = out.state0
     if walk.segments > 1:
         pieces = torch.empty(where.sequences * walk.segments, H, K, V, dtype=torch.float32, device=v.device)
         engine.backward_state(plan, given, walk, decay, d_o, None, pieces, None)
         d_state1 = _join(plan, walk, decay, pieces, d_state1, reverse=True)
-    if where.sequences and H:
+    if at_once:
+        launch_hopper_additive.backward(plan, given, walk, saved, d_o, d_state1, pieces, out)
+    elif where.sequences and H:
         engine.backward_state(plan, given, walk, decay, d_o, d_state1, pieces, out.states)
         _rest(plan, given, where, d_o, saved, out)
     if want_state and pieces is not None and walk.segments > 1:

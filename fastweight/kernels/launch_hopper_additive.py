@@ -1,12 +1,16 @@
-"""Host side of hopper_additive.py: pieces, tensor descriptors, launches. launch_hopper says which calls it takes."""
+"""Host side of hopper_additive.py and hopper_additive_backward.py: pieces, tensor descriptors, launches.
+
+launch_hopper says which calls they take, `takes_backward` which of these the second.
+"""
 
 from typing import Any
 
 from torch import Tensor
 
+from fastweight.kernels import unproven
 from fastweight.kernels.geometry import Geometry
-from fastweight.kernels.launch import FEW_PROGRAMS, LEAST_CHUNKS, Inputs, Plan, Walk, start
-from fastweight.kernels.launch_hopper import STAGES, WALKING, blocks, tiles
+from fastweight.kernels.launch import FEW_PROGRAMS, LEAST_CHUNKS, Gradients, Inputs, Plan, Walk, gate_flags, start
+from fastweight.kernels.launch_hopper import STAGES, WALKING, blocks, descriptor, tiles
 
 REVERSE_STAGES = 3  # chunks in shared memory; the walk in reverse holds less of each
 
@@ -70,4 +74,28 @@ def backward_state(
         tiles(given.q, K), tiles(d_o, 64), None if d_states is None else blocks(d_states, K), decay,
         None if d_end is None else d_end.contiguous(), d_start, *walk.arguments[2:], STAGES=REVERSE_STAGES,
         **_options(plan, given),
+    )  # fmt: skip
+
+
+def takes_backward(plan: Plan, given: Inputs) -> bool:
+    """Whether the whole backward pass is one walk: asked for, no window, and states as wide as high."""
+    return unproven.asked_for() and plan.window == 1 and given.q.shape[3] == given.v.shape[3]
+
+
+def backward(
+    plan: Plan, given: Inputs, walk: Walk, saved: tuple[Tensor, ...], d_o: Tensor, d_end: Tensor | None,
+    d_start: Tensor | None, out: Gradients,
+) -> None:  # fmt: skip
+    """Fills all gradients of tokens, and d_start if given; saved: weights, log-decays, chunk states."""
+    from fastweight.kernels import hopper_additive_backward
+
+    weight, decay, states = saved
+    H, K = given.v.shape[2], given.q.shape[3]
+    rows = descriptor(states, [states.numel() // K, K], [K, 1], [K, K])
+    start(
+        hopper_additive_backward.backward, (_pieces(walk, True) * H,),
+        *(tiles(tensor, K) for tensor in (given.q, given.k, given.v, d_o)), rows,
+        *(tiles(tensor, K) for tensor in (out.q, out.k, out.v)), out.k, given.beta, given.lam, out.beta, out.lam,
+        weight, decay, None if d_end is None else d_end.contiguous(), d_start, *walk.arguments[2:], float(plan.eps),
+        float(plan.floor), V=K, BEFORE=plan.before, **given.widths, **gate_flags(plan), num_warps=K // 16,
     )  # fmt: skip

@@ -1,7 +1,8 @@
-"""Kernels that agree with the recurrence when interpreted and have not been compared on a device as they are now.
+"""Kernels that have not been compared on a device as they are now; those in Triton agree when interpreted.
 
 A CUDA call does not get them unless FASTWEIGHT_UNPROVEN=1 asks for them, as their device tests do: falcon-2 with
-gradients or options, falcon-3, and the quick form of falcon-2a. What has passed there leaves this list.
+gradients or options, falcon-3, the quick form of falcon-2a, and the backward pass of falcon-1a and linear attention in
+one walk. What has passed there leaves this list.
 """
 
 import os

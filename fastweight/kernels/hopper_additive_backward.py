@@ -1,0 +1,279 @@
+"""Inner-product class on Hopper, without windows: the whole backward pass as one walk in reverse.
+
+For the dense calls that hopper_additive.py takes, with as many value as key columns. Notation and algebra as in
+additive.py. One program walks one segment of one head with the gradient of the state [K, V] in its accumulators, so
+that no state gradient goes to memory and no token is read twice; the chunk states come from the forward pass.
+
+Traps: a TMA store that begins at a negative row is an illegal instruction (a load may), so the gradients of a
+sequence's first shifted keys go by themselves. Of a chunk's four tiles those of q, x and y take their gradients out, once
+all products are done with them. States have one buffer: once the chunk has read its state the matrix of pairs lies
+there, until the next state comes.
+"""
+
+# pyright: basic, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
+# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false, reportReturnType=false
+# pyright: reportOptionalMemberAccess=false, reportAssignmentType=false
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from fastweight.kernels.gates import load_head, step_gradient
+from fastweight.kernels.hopper_parts import nil
+from fastweight.kernels.hopper_walk import fetch, keep_barriers, load_rates, rings_of, span, whose
+from fastweight.kernels.tiles import fade
+
+# Rows of the numbers of a chunk.
+LAST = gl.constexpr(0)  # what the chunk's end keeps of each token's write
+READ = gl.constexpr(1)  # what each read sees of the state that the chunk began with
+STEP = gl.constexpr(2)
+DECAY = gl.constexpr(3)  # log2
+READ_DECAY = gl.constexpr(4)
+
+
+@gluon.jit
+def _keep(numbers, at, loaded, BEFORE: gl.constexpr):
+    a, g, before, g_last = loaded
+    g_read = before if BEFORE else g
+    numbers.index(at * 5 + LAST).store(gl.exp2(g_last - g))
+    numbers.index(at * 5 + READ).store(gl.exp2(g_read))
+    numbers.index(at * 5 + STEP).store(a)
+    numbers.index(at * 5 + DECAY).store(g)
+    numbers.index(at * 5 + READ_DECAY).store(g_read)
+    return gl.exp2(g_last)
+
+
+@gluon.jit
+def _down(numbers, at, WHICH: gl.constexpr, layout: gl.constexpr):
+    return numbers.index(at * 5 + WHICH).load(gl.SliceLayout(1, layout))
+
+
+@gluon.jit
+def _across(numbers, at, WHICH: gl.constexpr, layout: gl.constexpr):
+    return numbers.index(at * 5 + WHICH).load(gl.SliceLayout(0, layout))
+
+
+@gluon.jit
+def _apart(layout: gl.constexpr):
+    """Row minus column of a tile [64, 64]; rows unknown to be the same in every chunk, as in hopper_parts.py."""
+    i = gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [gl.arange(0, 64, gl.SliceLayout(1, layout))], dtype=gl.int32, is_pure=False, pack=1
+    )
+    return i[:, None] - gl.arange(0, 64, gl.SliceLayout(0, layout))[None, :]
+
+
+@gluon.jit
+def _state_offsets(seg, h, H: gl.constexpr, K: gl.constexpr, V: gl.constexpr, layout: gl.constexpr):
+    """Offsets of a head's state in states [segments, H, K, V], made anew where they are used."""
+    ck = nil() + gl.arange(0, K, layout=gl.SliceLayout(1, layout))
+    cv = gl.arange(0, V, layout=gl.SliceLayout(0, layout))
+    return (seg.to(gl.int64) * H + h) * (K * V) + (ck[:, None] * V + cv[None, :])
+
+
+@gluon.jit
+def _gates(
+    beta, lam, d_beta, d_lam, at, i, high, first, h, d_w, d_log, energy, eps, floor,
+    H: gl.constexpr, SHIFT: gl.constexpr, RAW: gl.constexpr, SCALED: gl.constexpr, DIRECT: gl.constexpr,
+):  # fmt: skip
+    """Writes the gradients of beta and lam; returns that of the energy."""
+    pair = (i < high) & (at + i >= SHIFT)
+    if RAW:
+        d_gain = gl.where(pair, d_w, 0.0)
+        d_ridge = gl.where(pair, d_log, 0.0)
+        share = gl.where(pair, 0.0, 0.0)  # not used
+    else:
+        gain = load_head(beta, first, i, h, H, pair, 1.0)
+        ridge = load_head(lam, first, i, h, H, pair, 0.0)
+        d_gain, d_ridge, share = step_gradient(d_w, d_log, energy, gain, ridge, pair, eps, floor, SCALED, DIRECT, True)
+    if d_beta is not None:
+        gl.store(d_beta + first * H + h + i * H, d_gain, mask=i < high)
+    if d_lam is not None:
+        gl.store(d_lam + first * H + h + i * H, d_ridge, mask=i < high)
+    return share
+
+
+@gluon.jit
+def _edges(d_k, x, n, h, start, count, chunks, length, H: gl.constexpr, K: gl.constexpr, WARPS: gl.constexpr):
+    """Of shifted keys: the gradients of a sequence's first tokens, and of its last, which is paired with none."""
+    line: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
+    i = gl.arange(0, 64, layout=gl.SliceLayout(1, line))[:, None]
+    first = d_k + n.to(gl.int64) * length * (H * K) + h * K
+    if start == 0:
+        at = (i - 1) * (H * K) + gl.arange(0, K, layout=gl.SliceLayout(0, line))[None, :]
+        gl.store(first + at, x.load(line), mask=(i > 0) & (i <= length))
+    if start + count == chunks:
+        col = gl.arange(0, K, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
+        last = (length - 1).to(gl.int64) * (H * K)
+        gl.store(first + last + col, gl.zeros_like(col).to(d_k.dtype.element_ty))
+
+
+@gluon.jit(do_not_specialize=["length", "chunks", "tokens", "segments", "per_segment"])
+def backward(
+    q_desc, k_desc, v_desc, d_o_desc, states_desc, d_q_desc, d_k_desc, d_v_desc, d_k, beta, lam, d_beta, d_lam,
+    weight, decay, d_state1, d_state0, length, chunks, tokens, segments, per_segment, eps, floor,
+    H: gl.constexpr, KH: gl.constexpr, K: gl.constexpr, V: gl.constexpr, SHIFT: gl.constexpr, RAW: gl.constexpr,
+    SCALED: gl.constexpr, DIRECT: gl.constexpr, BEFORE: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """One segment of one head in reverse: all gradients of its tokens, and if asked dS_0."""
+    WIDE: gl.constexpr = num_warps // 4  # warp groups: side by side over a tile's columns, one above the other over K
+    ENERGY: gl.constexpr = not RAW and (not DIRECT or SCALED)
+    dtype: gl.constexpr = q_desc.dtype
+    pairs: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, WIDE], [16, 64 // WIDE, 16])
+    tile: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, WIDE], [16, K // WIDE, 16])
+    state: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4 * WIDE, 1], [16, V, 16])
+    tall: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4 * WIDE, 1], [16, 64, 16])
+    flat: gl.constexpr = gl.BlockedLayout([1], [32], [num_warps], [0])
+    square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], dtype)
+    _block, h, seg = whose(gl.program_id(0), 1, H)
+    n, start, count = span(seg, chunks, segments, per_segment)
+    line = h.to(gl.int64) * tokens + n.to(gl.int64) * length
+    last = start + count - 1
+    slot = (n * chunks + last) * H + h
+    key_at = h // (H // KH) * K
+
+    descs = (q_desc, k_desc, v_desc, d_o_desc)
+    rings, bars = rings_of(descs, 2)
+    state_ring, state_bars = rings_of((states_desc,), 1)
+    room = gl.allocate_shared_memory(dtype, [1, K, V], gl.NVMMASharedLayout.get_default_for([K, V], dtype))
+    scores = gl.allocate_shared_memory(dtype, [2, 64, 64], square)
+    before = gl.allocate_shared_memory(
+        gl.bfloat16, [64, 64], gl.NVMMASharedLayout.get_default_for([64, 64], gl.bfloat16)
+    )
+    numbers = gl.allocate_shared_memory(gl.float32, [10, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    before.store(gl.where(_apart(pairs) > 0, 1.0, 0.0).to(gl.bfloat16))
+    at = last * 64
+    coords = (n, at, key_at), (n, at - SHIFT, key_at), (n, at, h * V), (n, at, h * V)
+    fetch(descs, rings, bars, 0, coords, count > 0)
+    fetch((states_desc,), state_ring, state_bars, 0, ((slot * K, 0),), count > 0)
+    i = gl.arange(0, 64, layout=flat)
+    soon = load_rates(weight, decay, line, at, length - at, i, not BEFORE)
+    carry = _keep(numbers, 0, soon, BEFORE)
+    if count > 1:
+        soon = load_rates(weight, decay, line, at - 64, length - at + 64, i, not BEFORE)
+    if d_state1 is None:
+        dS = gl.zeros([K, V], gl.float32, state)
+    else:
+        dS = gl.load(d_state1 + _state_offsets(seg, h, H, K, V, state)).to(gl.float32)
+    no_pairs = gl.zeros([64, 64], gl.float32, pairs)
+    no_tile = gl.zeros([64, K], gl.float32, tile)
+
+    for c in range(0, count):
+        s = c & 1
+        phase = (c // 2) & 1
+        q = rings[0].index(s).reshape([64, K])
+        x = rings[1].index(s).reshape([64, K])
+        y = rings[2].index(s).reshape([64, V])
+        do = rings[3].index(s).reshape([64, V])
+        S = state_ring[0].index(nil())
+        s_dS = room.index(nil())
+        at = (last - c) * 64
+        high = length - at
+        later = soon
+        if c + 2 < count:
+            later = load_rates(weight, decay, line, at - 128, high + 128, i, not BEFORE)
+        mbarrier.wait(bars[0].index(s), phase)
+        mbarrier.wait(bars[1].index(s), phase)
+        p = warpgroup_mma(q, x.permute((1, 0)), no_pairs, use_acc=False, is_async=True)
+        mbarrier.wait(bars[2].index(s), phase)
+        mbarrier.wait(bars[3].index(s), phase)
+        dp = warpgroup_mma(do, y.permute((1, 0)), no_pairs, use_acc=False, is_async=True)
+        # Behind this barrier every warp is done with the chunk before.
+        tma.store_wait(0)
+        gl.thread_barrier()
+        next_carry = _keep(numbers, (c + 1) & 1, soon, BEFORE)
+        ahead = at - 64
+        coords = (n, ahead, key_at), (n, ahead - SHIFT, key_at), (n, ahead, h * V), (n, ahead, h * V)
+        fetch(descs, rings, bars, s ^ 1, coords, c + 1 < count)
+        s_dS.store(dS.to(dtype))
+        fence_async_shared()
+        gl.thread_barrier()
+        mbarrier.wait(state_bars[0].index(0), c & 1)
+        d_q = warpgroup_mma(do, S.permute((1, 0)), no_tile, use_acc=False, is_async=True)
+        d_y = warpgroup_mma(x, s_dS, no_tile, use_acc=False, is_async=True)
+        p, dp = warpgroup_mma_wait(2, deps=(p, dp))
+        distance = _apart(pairs)
+        reads = distance > 0 if BEFORE else distance >= 0
+        power = _down(numbers, c & 1, READ_DECAY, pairs)[:, None] - _across(numbers, c & 1, DECAY, pairs)[None, :]
+        felt = fade(reads, power)
+        seen = felt * _across(numbers, c & 1, STEP, pairs)[None, :]
+        scores.index(nil()).store((p * seen).to(dtype))
+        scores.index(nil() + 1).store((dp * seen).to(dtype))
+        felt = p * dp * felt
+        d_w = gl.sum(felt, axis=0)
+        felt_low = (felt * _across(numbers, c & 1, STEP, pairs)[None, :]).to(gl.bfloat16)
+        through = gl.sum(gl.sum(S.load(state).to(gl.float32) * dS, axis=1), axis=0)
+        fence_async_shared()
+        d_q, d_y = warpgroup_mma_wait(0, deps=(d_q, d_y))
+        # Behind this barrier the state has been read, and the scores are there.
+        gl.thread_barrier()
+        d_x = warpgroup_mma(y, s_dS.permute((1, 0)), no_tile, use_acc=False, is_async=True)
+        # felt[t, s]: how the loss depends on D[t, s]; times `before`, on all that decays at s and is read at t.
+        crossing = S._reinterpret(gl.bfloat16, [64, 64], square)
+        crossing.store(felt_low)
+        fence_async_shared()
+        fade_read = _down(numbers, c & 1, READ, tile)
+        d_q *= fade_read[:, None]
+        row_read = gl.sum(d_q * q.load(tile).to(gl.float32), axis=1)
+        d_q = warpgroup_mma(scores.index(nil() + 1), x, d_q, is_async=True)
+        last_of = _down(numbers, c & 1, LAST, tile)
+        met = gl.sum(d_y * y.load(tile).to(gl.float32), axis=1) * last_of
+        kept = last_of * _down(numbers, c & 1, STEP, tile)
+        d_y = warpgroup_mma(scores.index(nil()).permute((1, 0)), do, d_y * kept[:, None], is_async=True)
+        read = q.permute((1, 0)).load(tall).to(gl.float32) * _across(numbers, c & 1, READ, tall)[None, :]
+        read = gl.convert_layout(read.to(dtype), gl.DotOperandLayout(0, tall, 2))
+        dS = warpgroup_mma(read, do, dS * carry, is_async=True)
+        d_x, d_q, d_y = warpgroup_mma_wait(1, deps=(d_x, d_q, d_y))
+        d_x = warpgroup_mma(scores.index(nil() + 1).permute((1, 0)), q, d_x * kept[:, None], is_async=True)
+        low_d_q = d_q.to(dtype)
+        low_d_y = d_y.to(dtype)
+        gl.thread_barrier()
+        felt = warpgroup_mma(crossing, before.permute((1, 0)), no_pairs, use_acc=False, is_async=True)
+        energy = gl.zeros([64], gl.float32, gl.SliceLayout(1, tile))
+        if ENERGY:
+            low_x = x.load(tile).to(gl.float32)
+            energy = gl.sum(low_x * low_x, axis=1)
+        felt, d_x, dS = warpgroup_mma_wait(0, deps=(felt, d_x, dS))
+        distance = _apart(pairs)
+        reads = distance > 0 if BEFORE else distance >= 0
+        row_read = gl.convert_layout(row_read, gl.SliceLayout(1, pairs))
+        written = gl.convert_layout(met, gl.SliceLayout(1, pairs)) * _down(numbers, c & 1, STEP, pairs)
+        felt = gl.where(reads, felt + row_read[:, None], 0.0) + gl.where(distance < 0, written[:, None], 0.0)
+        d_log = gl.convert_layout(gl.sum(felt, axis=0), flat) + through * carry
+        d_w = gl.convert_layout(d_w, flat) + gl.convert_layout(met, flat)
+        first = n.to(gl.int64) * length + at
+        share = _gates(
+            beta, lam, d_beta, d_lam, at, i, high, first, h, d_w, d_log, gl.convert_layout(energy, flat), eps, floor,
+            H, SHIFT, RAW, SCALED, DIRECT,
+        )  # fmt: skip
+        if ENERGY:
+            share = gl.convert_layout(share, gl.SliceLayout(1, tile))
+            d_x += 2 * share[:, None] * x.load(tile).to(gl.float32)
+        # Behind this barrier the products of all warps are done with the tiles.
+        gl.thread_barrier()
+        fetch((states_desc,), state_ring, state_bars, 0, (((slot - (c + 1) * H) * K, 0),), c + 1 < count)
+        q.store(low_d_q)
+        x.store(d_x.to(dtype))
+        y.store(low_d_y)
+        fence_async_shared()
+        gl.thread_barrier()
+        tma.async_copy_shared_to_global(d_q_desc, [n, at, h * K], rings[0].index(s))
+        if at >= SHIFT:
+            tma.async_copy_shared_to_global(d_k_desc, [n, at - SHIFT, h * K], rings[1].index(s))
+        tma.async_copy_shared_to_global(d_v_desc, [n, at, h * V], rings[2].index(s))
+        carry = next_carry
+        soon = later
+    if SHIFT:
+        _edges(
+            d_k, rings[1].index((count - 1) & 1).reshape([64, K]), n, h, start, count, chunks, length, H, K, num_warps
+        )
+    tma.store_wait(0)
+    if d_state0 is not None:
+        gl.store(d_state0 + _state_offsets(seg, h, H, K, V, state), dS)
+    keep_barriers(bars)
+    keep_barriers(state_bars)
