@@ -5,8 +5,8 @@ additive.py. One program walks one segment of one head with the gradient of the 
 that no state gradient goes to memory and no token is read twice; the chunk states come from the forward pass.
 
 Traps: a TMA store that begins at a negative row is an illegal instruction (a load may), so the gradients of a
-sequence's first shifted keys go by themselves. Of a chunk's four tiles those of q, x and y take their gradients out, once
-all products are done with them. States have one buffer: once the chunk has read its state the matrix of pairs lies
+sequence's first shifted keys go by themselves. Of a chunk's four tiles those of q, x and y take their gradients out,
+once all products are done with them. States have one buffer: once the chunk has read its state the matrix of pairs lies
 there, until the next state comes.
 """
 
