@@ -7,8 +7,10 @@ import typer
 from rich.console import Console
 
 from fastweight.cli.shared import (
+    AllowChanges,
     Mixer,
     Overrides,
+    RunDirectory,
     RunDirs,
     app,
     console,
@@ -26,11 +28,9 @@ from fastweight.cli.shared import (
 def train_addition(
     recipe: Annotated[str, typer.Option(help="Recipe name (see `fastweight info`) or a YAML file.")] = "addition-tiny",
     mixer: Mixer = None,
-    out: Annotated[Path | None, typer.Option(help="Run directory; default runs/RECIPE/MIXER.")] = None,
+    out: RunDirectory = None,
     overrides: Overrides = None,
-    allow_changes: Annotated[
-        bool, typer.Option("--allow-changes", help="Go on although settings differ from the run in the directory.")
-    ] = False,
+    allow_changes: AllowChanges = False,
 ) -> None:
     """Train on variable-digit addition; started again, it goes on from the last complete checkpoint."""
     from fastweight.recipes import load_recipe

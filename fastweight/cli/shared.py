@@ -31,6 +31,10 @@ Overrides = Annotated[
     list[str] | None, typer.Option("--set", help="Change one setting, as model.hidden_size=64. Repeatable.")
 ]
 Mixer = Annotated[str | None, typer.Option(help="Mixer of every layer, as falcon-3a, falcon-3a.3 or transformer.")]
+RunDirectory = Annotated[Path | None, typer.Option(help="Run directory; default runs/RECIPE/MIXER.")]
+AllowChanges = Annotated[
+    bool, typer.Option("--allow-changes", help="Go on although settings differ from the run in the directory.")
+]
 
 
 def console() -> Console:

@@ -8,8 +8,10 @@ from typing import Annotated
 import typer
 
 from fastweight.cli.shared import (
+    AllowChanges,
     Mixer,
     Overrides,
+    RunDirectory,
     RunDirs,
     app,
     console,
@@ -27,11 +29,9 @@ from fastweight.cli.shared import (
 def train_task(
     recipe: Annotated[str, typer.Option(help="Recipe name, as mqar-tiny, parity-tiny or s3-tiny, or a YAML file.")],
     mixer: Mixer = None,
-    out: Annotated[Path | None, typer.Option(help="Run directory; default runs/RECIPE/MIXER.")] = None,
+    out: RunDirectory = None,
     overrides: Overrides = None,
-    allow_changes: Annotated[
-        bool, typer.Option("--allow-changes", help="Go on although settings differ from the run in the directory.")
-    ] = False,
+    allow_changes: AllowChanges = False,
 ) -> None:
     """Train on associative recall or state tracking; started again, it goes on from the last complete checkpoint."""
     from fastweight.recipes import TextTask, load_recipe
