@@ -20,9 +20,8 @@ import torch
 from einops import rearrange
 from jaxtyping import Bool, Int
 from torch import Tensor
-from torch.utils.data import Dataset
 
-from fastweight.tasks.problems import IGNORE, generator_for
+from fastweight.tasks.problems import IGNORE, DrawnBatches, generator_for
 
 CHARACTERS = "0123456789+="
 PLUS, EQUALS, PAD = 10, 11, 12
@@ -113,11 +112,8 @@ def held_out(width: int, count: int, seed: int, stream: str = "test") -> Additio
     return draw(torch.full((count,), width), generator_for(seed, stream, width))
 
 
-class AdditionBatches(Dataset[dict[str, Tensor]]):
-    """Map-style training data whose item i is the i-th whole micro-batch, a pure function of (seed, i).
-
-    Whole batches as items keep generation vectorised, and a run resumed at micro-batch i sees exactly what an
-    uninterrupted one sees, whatever the number of processes.
+class AdditionBatches(DrawnBatches):
+    """Training data of addition: DrawnBatches of sums, whose sizes are their widths.
 
     Args:
         widths: smallest and largest training width, both included; drawn uniformly.
@@ -137,18 +133,5 @@ class AdditionBatches(Dataset[dict[str, Tensor]]):
             raise ValueError(f"batch_size, num_batches: got {batch_size}, {num_batches}, expected >= 1 and >= 0")
         if layout not in ("mixed", "single"):
             raise ValueError(f"layout: got {layout!r}, expected 'mixed' or 'single'")
-        self.widths, self.batch_size, self.num_batches = widths, batch_size, num_batches
-        self.seed, self.layout = seed, layout
-
-    def __len__(self) -> int:
-        return self.num_batches
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """Item `index`: {"input_ids", "labels"}, each [batch_size, T]; IndexError past the end."""
-        if not 0 <= index < self.num_batches:
-            raise IndexError(f"index: got {index}, expected 0 to {self.num_batches - 1}")
-        generator = generator_for(self.seed, "train", index)
-        drawn = self.batch_size if self.layout == "mixed" else 1
-        widths = torch.randint(self.widths[0], self.widths[1] + 1, (drawn,), generator=generator)
-        batch = draw(widths.expand(self.batch_size), generator)
-        return {"input_ids": batch.input_ids, "labels": batch.labels}
+        super().__init__(draw, widths, batch_size, num_batches, seed)
+        self.one_size = layout == "single"

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from jaxtyping import Int
@@ -26,6 +26,16 @@ class Problems(NamedTuple):
     sizes: Int[Tensor, "B"]
 
 
+class Tokens(Protocol):
+    """What training reads of problems."""
+
+    @property
+    def input_ids(self) -> Int[Tensor, "B T"]: ...
+
+    @property
+    def labels(self) -> Int[Tensor, "B T"]: ...
+
+
 # (sizes [B], generator) -> B problems
 Draw = Callable[[Int[Tensor, "B"], torch.Generator], Problems]
 
@@ -39,6 +49,9 @@ def generator_for(seed: int, stream: str, index: int) -> torch.Generator:
 class DrawnBatches(Dataset[dict[str, Tensor]]):
     """Map-style training data whose item i is the i-th whole micro-batch, a pure function of (seed, i).
 
+    Whole batches as items keep generation vectorised, and a run resumed at micro-batch i sees exactly what an
+    uninterrupted one sees, whatever the number of processes.
+
     Args:
         draw: of the task.
         sizes: smallest and largest size, both included; drawn uniformly for each problem.
@@ -47,7 +60,16 @@ class DrawnBatches(Dataset[dict[str, Tensor]]):
         seed: of the whole run's data.
     """
 
-    def __init__(self, draw: Draw, sizes: tuple[int, int], batch_size: int, num_batches: int, seed: int) -> None:
+    one_size = False  # an item's problems are all of the one size that is drawn for it
+
+    def __init__(
+        self,
+        draw: Callable[[Int[Tensor, "B"], torch.Generator], Tokens],
+        sizes: tuple[int, int],
+        batch_size: int,
+        num_batches: int,
+        seed: int,
+    ) -> None:
         self.draw, self.sizes, self.batch_size = draw, sizes, batch_size
         self.num_batches, self.seed = num_batches, seed
 
@@ -59,8 +81,9 @@ class DrawnBatches(Dataset[dict[str, Tensor]]):
         if not 0 <= index < self.num_batches:
             raise IndexError(f"index: got {index}, expected 0 to {self.num_batches - 1}")
         generator = generator_for(self.seed, "train", index)
-        sizes = torch.randint(self.sizes[0], self.sizes[1] + 1, (self.batch_size,), generator=generator)
-        problems = self.draw(sizes, generator)
+        drawn = 1 if self.one_size else self.batch_size
+        sizes = torch.randint(self.sizes[0], self.sizes[1] + 1, (drawn,), generator=generator)
+        problems = self.draw(sizes.expand(self.batch_size), generator)
         return {"input_ids": problems.input_ids, "labels": problems.labels}
 
 
