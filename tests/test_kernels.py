@@ -6,12 +6,11 @@ interpreter must be chosen before Triton is imported) and on a CUDA device (all 
 
 import contextlib
 import os
-import subprocess
-import sys
 from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from interpreter import run_interpreted
 
 import fastweight as fw
 from fastweight.kernels import dispatch
@@ -367,12 +366,8 @@ def test_compiles_whole_and_not_again_for_every_length():
 @pytest.mark.slow
 def test_kernels_interpreted():
     """Runs the tests above under the interpreter."""
-    pytest.importorskip("triton")
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", __file__, "-k", "not gpu"]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
-    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
-    assert run.stdout.count(".") >= len(SMALL) + len(SPLIT) + 4, run.stdout[-500:]
+    said = run_interpreted(__file__, "not gpu", timeout=900)
+    assert said.count(".") >= len(SMALL) + len(SPLIT) + 4, said[-500:]
 
 
 def test_reasons_name_what_is_missing(monkeypatch):

@@ -3,12 +3,10 @@
 Interpreted, a block of 16 tokens of one head and 32 columns takes a second, so the cases have few of them.
 """
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
+from column_checks import check_compiles_whole, check_one_beta_for_all_columns, check_without_tokens, decays_or_vanishes
+from interpreter import run_interpreted
 from test_kernels import (
     ALLOWED,
     DTYPES,
@@ -23,7 +21,6 @@ from test_kernels import (
     kernel,
     make,
     outcome,
-    rule_of,
     surroundings,
 )
 
@@ -46,14 +43,6 @@ def test_interpreted_kernels_equal_the_recurrence(test):
     check(test, torch.float32, "cpu")
 
 
-def decays_or_vanishes(test, dtype, device):
-    """Inputs whose carries are 0.6 or, in other columns of the same token, the floor: no carry is near its clamp."""
-    inputs = make(test, dtype, device)
-    inputs["gate"] = torch.full_like(inputs["gate"], 4.0)
-    inputs["beta"] = torch.where(inputs["beta"] < 0.75, 0.5, 1.5)
-    return inputs
-
-
 LOWEST = case("falcon-2", {"decay_floor": 1e-30, "ridge": "scaled"}, shape=(1, 17, 1, 1, 16, 16), state=True)
 
 
@@ -65,34 +54,17 @@ def test_interpreted_floor_far_below_the_range_of_a_product(monkeypatch):
 
 @interpreted
 def test_one_beta_for_all_columns_is_the_scalar_rule():
-    """The same numbers, bit for bit: a beta per head goes to the kernels of the scalar rule."""
-    test = case("falcon-2", shape=(1, 10, 1, 1, 16, 16))
-    inputs = make(test, torch.float32, "cpu")
-    inputs["beta"] = inputs["beta"][..., 0].contiguous()
-    around, pull = (None, None, None), (torch.ones(1, 10, 1, 16), torch.ones(1, 1, 16, 16))
-    expected = outcome(kernel, case("falcon-1", shape=test.shape), inputs, around, pull)
-    for name, value in outcome(kernel, test, inputs, around, pull).items():
-        assert torch.equal(value, expected[name]), name
+    check_one_beta_for_all_columns("falcon-2", "falcon-1", T=10)
 
 
 @interpreted
 def test_interpreted_without_tokens_returns_the_state():
-    q, v, S = torch.zeros(2, 0, 1, 16), torch.zeros(2, 0, 1, 8), torch.randn(2, 1, 16, 8)
-    o, last = dispatch.scan(q, q, v, v, None, fw.RULES["falcon-2"], S=S)
-    assert o.shape == v.shape
-    assert torch.equal(last, S)
+    check_without_tokens("falcon-2")
 
 
 @interpreted
 def test_interpreted_compiles_whole():
-    """One graph: the shapes that tracing is told are those that come out."""
-    test = case("falcon-2", shape=(1, 5, 1, 1, 16, 16))
-    inputs, around = make(test, torch.float32, "cpu"), surroundings(test, "cpu")
-    pull, rule = (torch.ones(1, 5, 1, 16), torch.ones(1, 1, 16, 16)), rule_of(test)
-    compiled = torch.compile(lambda leaves: kernel(test, leaves, around, rule), fullgraph=True, backend="aot_eager")
-    expected = outcome(kernel, test, inputs, around, pull)
-    for name, value in outcome(lambda _test, leaves, _around: compiled(leaves), test, inputs, around, pull).items():
-        assert torch.equal(value, expected[name]), name
+    check_compiles_whole("falcon-2")
 
 
 @interpreted
@@ -148,12 +120,8 @@ def test_what_no_device_has_checked_is_refused(monkeypatch):
 @pytest.mark.slow
 def test_kernels_interpreted():
     """Runs the tests above under the interpreter."""
-    pytest.importorskip("triton")
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", __file__, "-k", "not Device"]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
-    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
-    assert run.stdout.count(".") >= len(CASES) + 7, run.stdout[-500:]
+    said = run_interpreted(__file__, "not Device", timeout=600)
+    assert said.count(".") >= len(CASES) + 7, said[-500:]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

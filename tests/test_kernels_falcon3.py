@@ -1,11 +1,8 @@
 """The kernels of regression over a window, judged as in test_kernels.py: interpreted, or on a CUDA device."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
+from interpreter import run_interpreted
 from test_kernels import (
     INTERPRETED,
     at,
@@ -148,12 +145,8 @@ def test_interpreted_repeated_and_zero_keys():
 @pytest.mark.skipif(INTERPRETED, reason="this is that process")
 @pytest.mark.slow
 def test_kernels_interpreted():
-    pytest.importorskip("triton")
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", __file__, "-k", "interpreted"]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
-    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
-    assert f"{len(SMALL) + 5} passed" in run.stdout, run.stdout[-500:]
+    said = run_interpreted(__file__, "interpreted", timeout=600)
+    assert f"{len(SMALL) + 5} passed" in said, said[-500:]
 
 
 WIDTHS = [(torch.bfloat16, 64, 64), (torch.bfloat16, 128, 128), (torch.bfloat16, 80, 48), (torch.float16, 64, 128)]

@@ -4,13 +4,10 @@ Outputs, the whole next State, and the gradients of the tokens and of every part
 Interpreted on the CPU in a process of its own, or, marked gpu, on a CUDA device.
 """
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from conftest import assert_close
+from interpreter import run_interpreted
 from test_kernels import ALLOWED, INTERPRETED, gpu, interpreted
 
 import fastweight as fw
@@ -103,12 +100,8 @@ def test_interpreted_window_goes_on(name):
 @pytest.mark.skipif(INTERPRETED, reason="this is that process")
 @pytest.mark.slow
 def test_in_a_process_of_its_own():
-    pytest.importorskip("triton")
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", __file__, "-k", "interpreted"]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
-    assert f"{len(CASES)} passed" in run.stdout, run.stdout[-500:]
+    said = run_interpreted(__file__, "interpreted", timeout=300)
+    assert f"{len(CASES)} passed" in said, said[-500:]
 
 
 class TestOnDevice:
