@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from interpreter import run_interpreted
 
 import fastweight as fw
 from fastweight.kernels import dispatch
 from fastweight.memory.attention import DELTA_RULE, LINEAR_ATTENTION
+from tests.interpreter import run_interpreted
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the process that test_kernels_interpreted starts")

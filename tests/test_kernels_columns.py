@@ -3,7 +3,6 @@
 import pytest
 import torch
 from column_checks import check_compiles_whole, check_one_beta_for_all_columns, check_without_tokens, decays_or_vanishes
-from interpreter import run_interpreted
 from test_kernels import (
     DTYPES,
     INTERPRETED,
@@ -15,6 +14,8 @@ from test_kernels import (
     interpreted,
     make,
 )
+
+from tests.interpreter import run_interpreted
 
 COLUMNS = [
     case("falcon-2a", shape=(1, 70, 1, 2, 24, 20), state=True, key=True),

@@ -6,7 +6,6 @@ Interpreted, a block of 16 tokens of one head and 32 columns takes a second, so 
 import pytest
 import torch
 from column_checks import check_compiles_whole, check_one_beta_for_all_columns, check_without_tokens, decays_or_vanishes
-from interpreter import run_interpreted
 from test_kernels import (
     ALLOWED,
     DTYPES,
@@ -26,6 +25,7 @@ from test_kernels import (
 
 import fastweight as fw
 from fastweight.kernels import dispatch, unproven
+from tests.interpreter import run_interpreted
 
 DIRECT = {"step": "direct", "ridge": "scaled", "timing": "read-before-write"}
 CASES = [

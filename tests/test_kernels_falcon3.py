@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from interpreter import run_interpreted
 from test_kernels import (
     INTERPRETED,
     at,
@@ -20,6 +19,7 @@ from test_kernels_windows import CASES as CONTINUED
 from test_kernels_windows import check as check_continued
 
 import fastweight as fw
+from tests.interpreter import run_interpreted
 
 BEFORE = {"timing": "read-before-write"}
 W2 = {"window": 2}
