@@ -2,7 +2,8 @@
 
 Traps: FSDP on a CPU silently becomes DDP in accelerate, and a group of sharded parameters must have one dtype, which
 "bf16-weights" beside float32 gates is not: both are refused here. One process uses one device, where the Trainer would
-spread a single process over all GPUs by DataParallel.
+spread a single process over all GPUs by DataParallel. A batch that is copied to the device in the blocking way makes
+the host wait until the device has finished the step before; nothing else waits for it but the lines of metrics.
 """
 
 import importlib.util
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from transformers import TrainingArguments
 
+from fastweight.kernels import unproven
 from fastweight.recipes import AdditionTask, Run
 
 
@@ -45,6 +47,7 @@ def training_arguments(run: Run, run_dir: Path, accumulation: int, items: int = 
     Raises ValueError for settings that exclude each other on this machine.
     """
     settings = run.training
+    pinned = torch.cuda.is_available() and settings.device == "auto"
     args = TrainingArguments(
         output_dir=str(run_dir),
         run_name=run.name,
@@ -62,7 +65,8 @@ def training_arguments(run: Run, run_dir: Path, accumulation: int, items: int = 
         save_steps=settings.checkpoint_every,
         save_total_limit=settings.keep_checkpoints,
         dataloader_num_workers=run.engine.workers,
-        dataloader_pin_memory=torch.cuda.is_available() and settings.device == "auto",
+        dataloader_pin_memory=pinned,
+        accelerator_config={"non_blocking": pinned and unproven.asked_for()},
         disable_tqdm=True,
         report_to=["wandb"] if report_of(run) == "wandb" else [],
         **_optimizer_arguments(run),

@@ -14,6 +14,7 @@ stopping early leaves the schedule as the recipe has it, so that the run can go 
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,13 @@ class RunTrainer(Trainer):
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         self.meter.tokens += inputs["input_ids"].numel()
         return super().training_step(model, inputs, *args, **kwargs)
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        return 6 * inputs["input_ids"].numel() * self._num_weights
+
+    @cached_property
+    def _num_weights(self) -> int:  # transformers goes through all modules for it, at every micro-batch
+        return self.model.num_parameters(exclude_embeddings=True)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         if "loss" in logs:
