@@ -2,7 +2,7 @@
 
 A CUDA call does not get them unless FASTWEIGHT_UNPROVEN=1 asks for them, as their device tests do: falcon-2 with
 gradients or options, falcon-3, the quick form of falcon-2a, and the backward pass of falcon-1a and linear attention in
-one walk; and training's copies of batches to the device that do not wait for it. What has passed there leaves this list.
+one walk; and copies of training batches to the device that do not wait for it. What has passed there leaves the list.
 """
 
 import os
