@@ -1,0 +1,134 @@
+"""The Hopper kernels on the machine of tests/machine: against the recurrence, and what it says of kernels that race.
+
+Bit for bit a device computes something else, so errors are those that test_kernels.py allows.
+"""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.kernel_harness import Case, case, check
+from tests.machine import Hazard, start
+
+pytest.importorskip("triton")
+
+from fastweight.kernels import (
+    dispatch,
+    launch,
+    launch_additive,
+    launch_hopper,
+    launch_hopper_additive,
+    launch_hopper_gradient,
+    launch_solve,
+    unproven,
+)
+
+HOSTS = (launch, launch_additive, launch_solve, launch_hopper, launch_hopper_additive, launch_hopper_gradient)
+CASES = [
+    case("falcon-1a", shape=(1, 130, 1, 2, 64, 64), state=True),
+    case("falcon-1a", {"timing": "read-before-write", "ridge": "scaled"}, shape=(1, 70, 1, 1, 64, 64), zero_beta=True),
+    case("linear", shape=(2, 100, 1, 1, 128, 128), state=True, ridge=0.3),
+    case("falcon-3a", shape=(1, 123, 1, 1, 64, 64), state=True),
+    case("falcon-1", shape=(1, 130, 1, 2, 64, 64), state=True),
+    case("falcon-1", {"timing": "read-before-write", "ridge": "scaled"}, shape=(1, 70, 1, 1, 64, 64), zero_beta=True),
+    case("delta", shape=(2, 100, 1, 1, 128, 128), state=True, ridge=0.3),
+]
+LONG = case("falcon-1a", shape=(1, 260, 1, 1, 64, 64), state=True)
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch):
+    """Calls on the CPU go to the Hopper kernels, and those to the machine."""
+    for host in HOSTS:
+        monkeypatch.setattr(host, "start", start)
+    monkeypatch.setattr(launch_hopper, "available", lambda device: True)
+    monkeypatch.setattr(launch_hopper_gradient, "available", lambda device: True)
+    monkeypatch.setattr(dispatch, "_machine_reason", lambda device: None)
+    monkeypatch.setattr(launch_additive, "PLAIN", None)
+    monkeypatch.setattr(launch_solve, "PLAIN", None)
+
+
+def name(test: Case) -> str:
+    return f"{test.rule}-{CASES.index(test)}"
+
+
+@pytest.mark.parametrize("test", CASES, ids=name)
+def test_equals_the_recurrence(test):
+    check(test, torch.bfloat16, "cpu")
+
+
+@pytest.mark.parametrize("test", CASES[:3], ids=name)
+def test_one_walk_back_equals_the_recurrence(test, monkeypatch):
+    monkeypatch.setenv(unproven.SWITCH, "1")
+    check(test, torch.bfloat16, "cpu")
+
+
+@pytest.mark.parametrize("pairing", ["next-latent", "same-step"])
+@pytest.mark.parametrize("length", [260, 321, 384])
+def test_one_walk_back_in_pieces(length, pairing, monkeypatch):
+    """Whole chunks at the end, one token more, and the borders between pieces."""
+    monkeypatch.setenv(unproven.SWITCH, "1")
+
+    def three(where, _):
+        return launch.Walk(where, 3, -(-where.chunks // 3))
+
+    monkeypatch.setattr(launch_additive, "HOPPER", launch_additive.HOPPER._replace(walk_of=three))
+    check(case("falcon-1a", {"pairing": pairing}, shape=(1, length, 1, 1, 64, 64), state=True), torch.bfloat16, "cpu")
+
+
+@pytest.mark.parametrize("rule", ["falcon-1a", "falcon-1"])
+def test_sequences_in_pieces(rule, monkeypatch):
+    def three(where, _):
+        return launch.Walk(where, 3, -(-where.chunks // 3))
+
+    monkeypatch.setattr(launch_additive, "HOPPER", launch_additive.HOPPER._replace(walk_of=three))
+    monkeypatch.setattr(launch_hopper, "walk_of", three)
+    check(case(rule, shape=(1, 200, 1, 1, 64, 64), state=True), torch.bfloat16, "cpu")
+
+
+KERNEL = Path(launch_hopper.__file__).with_name("hopper_additive_backward.py")
+KEEPS_APART = ("gl.thread_barrier()", "fence_async_shared()", "tma.store_wait(0)", "mbarrier.wait(")
+SOURCE = KERNEL.read_text()
+LEFT_OUT = [at for at, line in enumerate(SOURCE.splitlines()) if line.strip().startswith(KEEPS_APART)]
+CHANGED = [
+    ("if at >= SHIFT:", "if at >= 0:"),  # a copy out begins at row -1
+    ("mask=(i > 0) & (i <= length)", "mask=i <= length"),  # the row before the first
+    ("warpgroup_mma_wait(1, deps=(d_x, d_q, d_y))", "warpgroup_mma_wait(2, deps=(d_x, d_q, d_y))"),
+    ("[n, at, h * V], rings[2]", "[n, at - SHIFT, h * V], rings[2]"),
+    ("s ^ 1, coords, c + 1 < count)", "s, coords, c + 1 < count)"),
+    ("c + 1 < count)\n        q.store", "c + 1 <= count)\n        q.store"),  # nobody waits for the last state
+]
+
+
+def taken(source: str, folder: Path, monkeypatch) -> None:
+    """The kernel's module is made of this source from now on."""
+    (folder / KERNEL.name).write_text(source)
+    spec = importlib.util.spec_from_file_location(f"fastweight.kernels.{KERNEL.stem}", folder / KERNEL.name)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    monkeypatch.setattr(sys.modules["fastweight.kernels"], KERNEL.stem, module, raising=False)
+    monkeypatch.setenv(unproven.SWITCH, "1")
+
+
+@pytest.mark.parametrize("line", LEFT_OUT)
+def test_sees_what_is_left_out(line, monkeypatch, tmp_path):
+    """A kernel that lacks one of its barriers, fences or waits is one that races, and the machine says so."""
+    lines = SOURCE.splitlines()
+    lines[line] = lines[line].replace(lines[line].strip(), "pass")
+    taken("\n".join(lines), tmp_path, monkeypatch)
+    with pytest.raises(Hazard):
+        check(LONG, torch.bfloat16, "cpu")
+
+
+@pytest.mark.parametrize(("right", "wrong"), CHANGED)
+def test_sees_what_is_wrong(right, wrong, monkeypatch, tmp_path):
+    assert SOURCE.count(right) == 1
+    taken(SOURCE.replace(right, wrong), tmp_path, monkeypatch)
+    with pytest.raises(AssertionError):
+        check(LONG, torch.bfloat16, "cpu")
