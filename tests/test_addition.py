@@ -4,6 +4,7 @@ import random
 from types import SimpleNamespace
 
 import pytest
+import tiny
 import torch
 from torch import nn
 
@@ -188,6 +189,20 @@ def test_scores_of_a_perfect_and_of_a_broken_adder() -> None:
     assert broken.token == pytest.approx(1 - sum(lost) / (64 * 6))
     assert broken.generated_token is not None
     assert broken.generated_token < broken.token  # the wrong digit misleads the next one
+
+
+@pytest.mark.parametrize("mixer", ["falcon-3a", "transformer"])
+def test_widths_that_are_generated_together_are_those_generated_apart(mixer: str) -> None:
+    model, batches = tiny.build(mixer), []
+    for width in (1, 3, 4):
+        prompts, answers = scoring.split(held_out(width, 5, seed=0))
+        own = scoring.generate_answers(model, prompts, answers.shape[1]).clone()
+        own[2, width] += 1  # a digit that the model does not say
+        batches.append(addition.AdditionBatch(torch.cat((prompts, own), dim=1), own, torch.full((5,), width)))
+    for hits, width in zip(scoring.generated_hits(model, batches, chunk=7), (1, 3, 4), strict=True):
+        wanted = torch.ones(5, width + 1, dtype=torch.bool)
+        wanted[2, width] = False
+        assert torch.equal(hits, wanted)
 
 
 def test_scores_leave_the_mode_and_refuse_mixed_widths() -> None:

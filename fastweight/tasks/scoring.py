@@ -10,10 +10,12 @@ read the same prefix. Where they differ by more than ties, the cache is wrong. W
 the token accuracy, because one wrong carry can spoil the digits after it.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -79,6 +81,41 @@ def generate_answers(model: Any, prompts: Int[Tensor, "B P"], num_digits: int) -
         pad_token_id=PAD,
     )
     return output[:, prompts.shape[1] :].cpu()
+
+
+@torch.inference_mode()
+def generated_hits(model: Any, batches: Sequence[AdditionBatch], chunk: int = 2048) -> list[Bool[Tensor, "B S"]]:
+    """Right or wrong for each digit of freely generated answers, one tensor for each batch (of one width each).
+
+    Widths are generated together, prompts padded on the left and all rows as long as the longest answer asks, which
+    takes a few calls instead of one for each width. The model keeps its mode.
+    """
+    was_training = model.training
+    model.eval()
+    pairs = [split(batch) for batch in batches]
+    rows = [
+        (prompt, len(answer)) for prompts, answers in pairs for prompt, answer in zip(prompts, answers, strict=True)
+    ]
+    free = [row for start in range(0, len(rows), chunk) for row in _generated(model, rows[start : start + chunk])]
+    model.train(was_training)
+    own = iter(free)
+    return [torch.stack([next(own) for _ in answers]) == answers for _, answers in pairs]
+
+
+def _generated(model: Any, rows: list[tuple[Tensor, int]]) -> list[Tensor]:
+    """Greedy answers to prompts of any lengths, each of the length that it asks for."""
+    longest = max(len(prompt) for prompt, _ in rows)
+    padded = torch.stack([F.pad(prompt, (longest - len(prompt), 0), value=PAD) for prompt, _ in rows])
+    device = next(model.parameters()).device
+    output = model.generate(
+        input_ids=padded.to(device),
+        attention_mask=(padded != PAD).long().to(device),
+        max_new_tokens=max(length for _, length in rows),
+        do_sample=False,
+        use_cache=True,
+        pad_token_id=PAD,
+    )
+    return [ids[:length] for ids, (_, length) in zip(output[:, longest:].cpu(), rows, strict=True)]
 
 
 def all_hits(
