@@ -4,13 +4,15 @@ import json
 import re
 
 import pytest
+from study_pieces import work
 from test_cli import run_main
 
 from fastweight.evaluation.outcomes import Outcome
 from fastweight.recipes import load_recipe
+from fastweight.study import workers
 from fastweight.study.plan import Study, load_study, study_names
 from fastweight.study.report import difference, page, paired, spread, write_study
-from fastweight.study.runner import member_dir, read_outcomes, run_study
+from fastweight.study.runner import add_known, member_dir, read_outcomes, run_study
 from fastweight.training.model import config_of
 
 SMALL = [
@@ -89,11 +91,11 @@ def test_differences_are_taken_seed_by_seed():
 
 def test_a_page_says_what_is_missing():
     study = Study("a", "b", "parity-tiny", ARMS, "mamba2", seeds=1)
-    told = page(study, [outcome("falcon-1", 0, 0.5, 0.25)], {"commit": "abc"}, "x.png")
+    told = page(study, [outcome("falcon-1", 0, 0.5, 0.25)], [{"commit": "abc"}], "x.png")
     assert "1 of 2 runs have no outcome" in told
     assert re.search(r"\| falcon-1 \| 1 \| 1,000 \| 50\.0 \| 25\.0 \| - \|", told)
     with pytest.raises(ValueError, match="holds no outcome"):
-        write_study(study, [], None, {})  # type: ignore[arg-type]
+        write_study(study, [], None, [])  # type: ignore[arg-type]
 
 
 def test_a_study_runs_side_by_side_and_is_not_run_twice(tmp_path, monkeypatch):
@@ -105,10 +107,11 @@ def test_a_study_runs_side_by_side_and_is_not_run_twice(tmp_path, monkeypatch):
     assert run_main(monkeypatch, *words) == 0
     told = json.loads((out / "study.json").read_text())
     assert [o["arm"] for o in told["outcomes"]] == list(ARMS)
-    assert told["made"]["command"] == " ".join(["fastweight", *words])
+    assert told["made"][0]["command"] == " ".join(["fastweight", *words])
     assert all(file.is_file() for file in (out / "README.md", out / "study.png"))
     study = load_study(str(plan))
     before = read_outcomes(study, out)
+    assert isinstance(before[0], Outcome)
     assert before[0].sizes == [4, 8]
     assert run_study(study, out, workers=1, budget=0.0) == before
     (member_dir(out, "mamba2", 0) / "outcome.json").unlink()
@@ -118,6 +121,42 @@ def test_a_study_runs_side_by_side_and_is_not_run_twice(tmp_path, monkeypatch):
     assert run_main(monkeypatch, "eval", "task", *dirs, "--out", str(report)) == 0
     again = json.loads((report / "study.json").read_text())["outcomes"]
     assert [o["shares"] for o in again] == [o["shares"] for o in told["outcomes"]]
+
+
+def test_a_worker_that_failed_or_died_is_replaced_and_gpus_take_turns():
+    told = dict(workers.spread([(i,) for i in range(5)], work, 2, gpus=["4", "5"]))
+    assert told[2,] == "failed: its process ended with code 7"
+    said = {n[0]: text.split() for n, text in told.items() if n != (2,)}
+    assert sorted(said) == [0, 1, 3, 4]
+    assert sum(words[2] == said[1][2] for words in said.values()) == 1, "nothing follows a failure in its process"
+    assert {words[4] for words in said.values()} == {"4", "5"}
+    assert list(workers.spread([(0,)], work, 1, end=0.0)) == [], "no time: nothing is done"
+
+
+def test_what_others_trained_counts_as_done_where_it_is_the_same(tmp_path, monkeypatch):
+    plan = tmp_path / "plan.yaml"
+    plan.write_text(f"recipe: parity-tiny\nsettings: {json.dumps(SMALL)}\narms: {json.dumps(ARMS)}\nseeds: 2\n")
+    study = load_study(str(plan))
+    files = []
+    for seed, commit in enumerate("ab"):
+        here = [outcome(arm, seed, 0.5 + 0.1 * seed, 0.25) for arm in ARMS]
+        files.append(write_study(study, here, tmp_path / commit, [{"commit": commit}])[0])
+    known = [word for file in files for word in ("--known", str(file))]
+    words = ["study", str(plan), "--out", str(tmp_path / "out"), "--report", str(tmp_path / "report"), "--budget", "0"]
+    assert run_main(monkeypatch, *words, *known[:2]) == 1  # half of it is missing
+    assert run_main(monkeypatch, *words, *known) == 0
+    told = json.loads((tmp_path / "report" / "study.json").read_text())
+    assert told["made"] == [{"commit": "a"}, {"commit": "b"}]
+    assert [(o["arm"], o["seed"]) for o in told["outcomes"]] == study.members()
+    with pytest.raises(ValueError, match="--known"):
+        add_known(load_study(str(plan), ["training.steps=3"]), tmp_path / "other", files)
+
+
+def test_the_arms_of_a_study_on_another_recipe_have_a_name_of_their_own():
+    study = load_study("pairing-falcon-1", recipe="mqar-tiny")
+    assert study.name == "pairing-falcon-1-mqar-tiny"
+    assert study.run("same, after", 1).task == load_recipe("mqar-tiny").task
+    assert study.arms == load_study("pairing-falcon-1").arms
 
 
 def test_a_report_holds_every_section_the_papers_figures_and_what_is_open(tmp_path):
@@ -146,7 +185,7 @@ def test_a_report_holds_every_section_the_papers_figures_and_what_is_open(tmp_pa
     for run in scored:
         run.shares["exact"] = run.shares["token"]
     study = Study("two", "Sums.", "addition-small", {"transformer": []}, "transformer", seeds=2)
-    write_study(study, scored, two, {"commit": "abc"})
+    write_study(study, scored, two, [{"commit": "abc"}])
     told = write_collection(tmp_path, tmp_path)[0].read_text()
     assert "| 2 | 91.0 ± 1.4 | +25.2* |" in told  # the paper's Transformer has 65.8
     assert "no figure of ours for transformer" not in told

@@ -51,17 +51,20 @@ def eval_task(
 ) -> None:
     """Score trained models of a drawn task by size: a table, JSON, Markdown and a picture."""
     need("matplotlib", "the picture")
-    from fastweight.evaluation.outcomes import outcome_of
+    from fastweight.evaluation.outcomes import Outcome, outcome_of
     from fastweight.evaluation.provenance import made_by
     from fastweight.study.plan import Study
     from fastweight.study.report import write_study
 
-    outcomes = [outcome_of(path, str(path), 0) for path in runs]
+    scored = [outcome_of(path, str(path), 0) for path in runs]
+    outcomes = [outcome for outcome in scored if isinstance(outcome, Outcome)]
+    if len(outcomes) < len(scored):
+        raise ValueError("runs: got a run on text, expected runs of tasks that draw their problems (see eval ppl)")
     if len({tuple(o.sizes) for o in outcomes}) > 1:
         raise ValueError("runs: got runs with different test sizes, expected runs of one task")
     arms: dict[str, list[str]] = {outcome.arm: [] for outcome in outcomes}
     study = Study("evaluation", "Trained runs, one seed each.", "that of each run", arms, outcomes[0].arm, seeds=1)
-    _tell(write_study(study, outcomes, out, made_by(_command())))
+    _tell(write_study(study, outcomes, out, [made_by(_command())]))
 
 
 @app.command(epilog="Example: fastweight study mqar --seeds 3 --workers 8 --out runs/study/mqar")
@@ -75,30 +78,55 @@ def study(
     only: Annotated[list[str] | None, typer.Option(help="Run this arm. Repeatable; default: all.")] = None,
     budget: Annotated[float | None, typer.Option(help="End after so many seconds; started again, it goes on.")] = None,
     generate: Annotated[bool, typer.Option("--generate", help="Addition: also score free generation.")] = False,
+    recipe: Annotated[str | None, typer.Option(help="The same arms on this recipe, instead of the study's.")] = None,
+    data: Annotated[Path | None, typer.Option(help="Text: directory that `fastweight prepare` wrote.")] = None,
+    texts: Annotated[
+        list[str] | None,
+        typer.Option("--text", help="Text: score NAME=FILE too; lambada=FILE: last words. Repeatable."),
+    ] = None,
+    known: Annotated[
+        list[Path] | None, typer.Option(help="A study.json whose outcomes count as done. Repeatable.")
+    ] = None,
+    report: Annotated[Path | None, typer.Option(help="Directory of the report; default: that of --out.")] = None,
     overrides: Overrides = None,
 ) -> None:
-    """Train several models and seeds side by side on one device, then compare them seed by seed.
+    """Train several models and seeds side by side on all devices, then compare them seed by seed.
 
-    Started again, it skips what has an outcome and goes on with what was cut short.
+    Started again, it skips what has an outcome and goes on with what was cut short. To put together what several
+    machines trained: --known FILE --known FILE --budget 0 --report results/NAME.
     """
     need("matplotlib", "the picture")
     need("accelerate", "training")
+    from fastweight.evaluation.outcomes import Scoring
     from fastweight.evaluation.provenance import made_by
     from fastweight.study.plan import load_study
     from fastweight.study.report import write_study
-    from fastweight.study.runner import run_study
+    from fastweight.study.runner import add_known, run_study
 
-    plan = load_study(name, overrides or [], seeds, only or [])
+    plan = load_study(name, [*_data(data), *(overrides or [])], seeds, only or [], recipe)
     out, told = out or Path("runs/study") / plan.name, console()
     workers = workers or os.cpu_count() or 1
 
     def say(text: str) -> None:
         told.print(text, highlight=False, soft_wrap=True)
 
-    outcomes = run_study(plan, out, workers=workers, budget=budget, generate=generate, say=say)
-    _tell(write_study(plan, outcomes, out, made_by(_command())))
+    made, scoring = add_known(plan, out, known or []), Scoring(generate, dict(map(_named, texts or [])))
+    outcomes = run_study(plan, out, workers=workers, budget=budget, scoring=scoring, say=say)
+    here = [] if made and budget == 0 else [made_by(_command())]
+    _tell(write_study(plan, outcomes, report or out, [*made, *here]))
     if len(outcomes) < len(plan.members()):
         raise typer.Exit(1)
+
+
+def _data(data: Path | None) -> list[str]:
+    return [] if data is None else [f"task.data={data}"]
+
+
+def _named(text: str) -> tuple[str, str]:
+    name, equals, file = text.partition("=")
+    if not equals or not Path(file).is_file():
+        raise ValueError(f"--text: got {text!r}, expected NAME=FILE of a file that is there")
+    return name, file
 
 
 def _command() -> str:

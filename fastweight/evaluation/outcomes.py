@@ -1,18 +1,34 @@
-"""A trained run into its outcome: the share of right answers by size, for every task that draws its problems.
+"""A trained run into its outcome: the share of right answers by size, or, of text, what text_outcomes.py finds.
 
 A size is what the task calls one: digits, pairs, group elements. Measures: "token", the share of right tokens, and
 "exact", the share of problems without a wrong one, both teacher-forced; for addition, free generation too.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fastweight.evaluation.addition import find_checkpoint
 from fastweight.evaluation.checkpoint import load_model
-from fastweight.recipes import AdditionTask, DrawnTask, Run
+from fastweight.evaluation.course import course_of
+from fastweight.evaluation.text_outcomes import TextOutcome, text_outcome_of
+from fastweight.recipes import AdditionTask, DrawnTask, TextTask
 from fastweight.tasks.addition import held_out
-from fastweight.tasks.scoring import all_hits, score
+from fastweight.tasks.scoring import all_hits, generated_hits, score
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """What is scored beyond what a task says.
+
+    Fields:
+        generate: free generation of sums.
+        texts: files that language models are scored on, by name; the file named "lambada" holds last words.
+    """
+
+    generate: bool = False
+    texts: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -26,6 +42,7 @@ class Outcome:
         sizes: of the test.
         count: problems of each size.
         shares: measure -> share right at each size.
+        curve, cost: see `course_of`.
     """
 
     arm: str
@@ -36,6 +53,8 @@ class Outcome:
     sizes: list[int]
     count: int
     shares: dict[str, list[float]]
+    curve: list[list[float]] = field(default_factory=list)
+    cost: dict[str, float] = field(default_factory=dict)
 
     def mean(self, measure: str, longer: bool) -> float | None:
         """Mean over the sizes beyond the training sizes (`longer`) or among them; None without any."""
@@ -43,32 +62,47 @@ class Outcome:
         chosen = [share for size, share in both if (size > self.trained[1]) == longer]
         return sum(chosen) / len(chosen) if chosen else None
 
-
-def outcome_of(run_dir: Path, arm: str, seed: int, generate: bool = False) -> Outcome:
-    """The outcome of the newest complete checkpoint of a run; ValueError for a run on text."""
-    checkpoint, run = find_checkpoint(run_dir, lambda text: None)
-    model, task = load_model(checkpoint), run.task
-    if isinstance(task, AdditionTask):
-        trained, sizes, shares = task.train_widths, *_addition(model, task, generate)
-    elif isinstance(task, DrawnTask):
-        trained, sizes, shares = task.train_sizes, *_drawn(model, task)
-    else:
-        raise ValueError(
-            f"run_dir: got {run_dir}, trained on {task.kind}, expected a run of a task that draws problems"
+    def in_words(self) -> str:
+        """A line for people who wait."""
+        means = ((self.mean("token", longer), where) for longer, where in ((False, "inside"), (True, "beyond")))
+        return "tokens right: " + ", ".join(
+            f"{100 * share:.1f}% {where}" for share, where in means if share is not None
         )
+
+
+def outcome_from(raw: Mapping[str, Any]) -> Outcome | TextOutcome:
+    """The outcome that was written as plain data."""
+    if "scores" in raw:
+        return TextOutcome(**raw)
+    return Outcome(**{**raw, "trained": tuple(raw["trained"])})
+
+
+def outcome_of(run_dir: Path, arm: str, seed: int, scoring: Scoring | None = None) -> Outcome | TextOutcome:
+    """The outcome of the newest complete checkpoint of a run."""
+    scoring = scoring or Scoring()
+    checkpoint, run = find_checkpoint(run_dir, lambda text: None)
+    task, mixer = run.task, str(run.model.get("mixer", ""))
+    if isinstance(task, TextTask):
+        return text_outcome_of(run_dir, run, arm, seed, scoring.texts)
+    model = load_model(checkpoint)
     count = sum(p.numel() for p in model.parameters())
-    return Outcome(arm, seed, _mixer(run), count, trained, sizes, task.test_problems, shares)
-
-
-def _mixer(run: Run) -> str:
-    return str(run.model.get("mixer", ""))
+    if isinstance(task, AdditionTask):
+        trained, sizes, shares = task.train_widths, *_addition(model, task, scoring.generate)
+    else:
+        trained, sizes, shares = task.train_sizes, *_drawn(model, task)
+    return Outcome(arm, seed, mixer, count, trained, sizes, task.test_problems, shares, *course_of(run_dir))
 
 
 def _addition(model: Any, task: AdditionTask, generate: bool) -> tuple[list[int], dict[str, list[float]]]:
     sizes = list(range(task.train_widths[0], task.test_widths[1] + 1))
-    scores = [score(model, held_out(n, task.test_problems, task.test_seed), generate=generate) for n in sizes]
-    measures = ("token", "exact", *(("generated", "generated_token") if generate else ()))
-    return sizes, {measure: [getattr(s, measure) for s in scores] for measure in measures}
+    problems = [held_out(n, task.test_problems, task.test_seed) for n in sizes]
+    scores = [score(model, batch, generate=False) for batch in problems]
+    shares = {measure: [getattr(s, measure) for s in scores] for measure in ("token", "exact")}
+    if generate:
+        hits = generated_hits(model, problems)
+        shares["generated"] = [float(h.all(dim=-1).double().mean()) for h in hits]
+        shares["generated_token"] = [float(h.double().mean()) for h in hits]
+    return sizes, shares
 
 
 def _drawn(model: Any, task: DrawnTask) -> tuple[list[int], dict[str, list[float]]]:

@@ -18,6 +18,7 @@ from fastweight.recipes.schema import to_dict
 
 MANIFEST = "complete.json"
 RUN_RECORD = "run.json"
+METRICS = "metrics.jsonl"
 SET_ASIDE = "incomplete-"
 
 # Settings that change neither the data, nor the model, nor the course of the optimizer.

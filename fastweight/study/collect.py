@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import mean, stdev
 
 from fastweight.evaluation import paper
-from fastweight.evaluation.outcomes import Outcome
+from fastweight.evaluation.outcomes import Outcome, outcome_from
 from fastweight.evaluation.page import html_page, markdown_table
 from fastweight.files import write_text
 
@@ -77,7 +77,8 @@ def _addition_outcomes(results: Path) -> dict[str, list[Outcome]]:
     for file in sorted(results.glob("*/study.json")):
         told = json.loads(file.read_text(encoding="utf-8"))
         for raw in told["outcomes"] if told["study"]["recipe"].startswith("addition") else ():
-            outcome = Outcome(**raw | {"trained": tuple(raw["trained"])})
+            outcome = outcome_from(raw)
+            assert isinstance(outcome, Outcome), "addition draws its problems"
             found.setdefault(outcome.arm, []).append(outcome)
     return found
 

@@ -66,8 +66,21 @@ def study_names() -> list[str]:
     return sorted(file.name.removesuffix(".yaml") for file in folder.iterdir() if file.name.endswith(".yaml"))
 
 
-def load_study(name: str, settings: Iterable[str] = (), seeds: int | None = None, only: Iterable[str] = ()) -> Study:
-    """A study by name or YAML file; `settings` come on top of its own, `only` keeps some arms."""
+def load_study(
+    name: str,
+    settings: Iterable[str] = (),
+    seeds: int | None = None,
+    only: Iterable[str] = (),
+    recipe: str | None = None,
+) -> Study:
+    """A study by name or YAML file.
+
+    Args:
+        settings: on top of its own.
+        seeds: instead of its own number.
+        only: arms to keep; none: all.
+        recipe: instead of its own, the same arms on another task or size; the study is then called NAME-RECIPE.
+    """
     if name in study_names():
         text = (resources.files("fastweight.recipes") / "studies" / f"{name}.yaml").read_text(encoding="utf-8")
     elif Path(name).suffix in (".yaml", ".yml") and Path(name).is_file():
@@ -86,9 +99,11 @@ def load_study(name: str, settings: Iterable[str] = (), seeds: int | None = None
     arms = {label: changes for label, changes in arms.items() if not chosen or label in chosen}
     against = raw.get("against")
     return Study(
-        name=Path(name).stem,
-        about=raw.get("about", ""),
-        recipe=raw["recipe"],
+        name=Path(name).stem if recipe is None else f"{Path(name).stem}-{Path(recipe).stem}",
+        about=raw.get("about", "")
+        if recipe is None
+        else f"The arms of {Path(name).stem} on recipe {Path(recipe).stem}.",
+        recipe=raw["recipe"] if recipe is None else recipe,
         arms=arms,
         against=against if against in arms else next(iter(arms)),
         settings=[*raw.get("settings", []), *settings],

@@ -4,16 +4,20 @@ Spread is the standard deviation over seeds (n - 1). A difference is that of two
 data), its mean given with the standard error over seeds. Trap: with few seeds neither says much; the tables say n.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from statistics import mean, stdev
+from typing import TypeVar
 
-from fastweight.evaluation.outcomes import Outcome
+from fastweight.evaluation.outcomes import Outcome, TextOutcome
 from fastweight.evaluation.page import findings, markdown_table
 from fastweight.files import write_json, write_text
+from fastweight.study import figures
 from fastweight.study.plan import Study
+
+STUDY = "study.json"
+Kind = TypeVar("Kind", Outcome, TextOutcome)
+Outcomes = Sequence[Outcome | TextOutcome]
 
 MEASURES = {
     "token": "tokens right",
@@ -23,7 +27,7 @@ MEASURES = {
 }
 
 
-def by_arm(study: Study, outcomes: Sequence[Outcome]) -> dict[str, list[Outcome]]:
+def by_arm(study: Study, outcomes: Sequence[Kind]) -> dict[str, list[Kind]]:
     """The outcomes of each arm that has any."""
     groups = {arm: [o for o in outcomes if o.arm == arm] for arm in study.arms}
     return {arm: group for arm, group in groups.items() if group}
@@ -31,8 +35,7 @@ def by_arm(study: Study, outcomes: Sequence[Outcome]) -> dict[str, list[Outcome]
 
 def spread(values: Sequence[float]) -> str:
     """Mean and standard deviation in percent; the mean alone for one value."""
-    told = f"{100 * mean(values):.1f}"
-    return told if len(values) < 2 else f"{told} ± {100 * stdev(values):.1f}"
+    return figures.spread([100 * value for value in values], 1)
 
 
 def paired(ours: Sequence[Outcome], theirs: Sequence[Outcome], measure: str, longer: bool) -> list[float]:
@@ -44,10 +47,7 @@ def paired(ours: Sequence[Outcome], theirs: Sequence[Outcome], measure: str, lon
 
 def difference(values: Sequence[float]) -> str:
     """Mean difference and its standard error in points; a dash without any."""
-    if not values:
-        return "-"
-    told = f"{100 * mean(values):+.1f}"
-    return told if len(values) < 2 else f"{told} ± {100 * stdev(values) / math.sqrt(len(values)):.1f}"
+    return figures.difference([100 * value for value in values], 1)
 
 
 def summary_table(study: Study, groups: Mapping[str, Sequence[Outcome]], measure: str) -> str:
@@ -82,41 +82,73 @@ def _mean_of(group: Sequence[Outcome], measure: str, longer: bool) -> str:
     return spread(values) if values else "-"
 
 
-def page(study: Study, outcomes: Sequence[Outcome], made: Mapping[str, str], picture: str, found: str = "") -> str:
+def page(study: Study, outcomes: Outcomes, made: Sequence[Mapping[str, str]], picture: str, found: str = "") -> str:
     """The Markdown page of a study; `found` is what a person says of it."""
-    groups = by_arm(study, outcomes)
+    from fastweight.study import text_report
+
+    texts, drawn = kinds(outcomes)
     missing = len(study.members()) - len(outcomes)
-    low, high = outcomes[0].trained
-    told = f"Recipe `{study.recipe}`, trained on sizes {low} to {high}; {outcomes[0].count} test problems of each size."
-    parts = [f"# {study.name}", study.about, told, _settings(study)]
+    told = text_report.told(texts) if texts else _told(drawn)
+    parts = [f"# {study.name}", study.about, f"Recipe `{study.recipe}`, {told}", _settings(study)]
     if missing:
         parts.append(f"**Not complete: {missing} of {len(study.members())} runs have no outcome.**")
-    parts += [found, f"![Right against size]({picture})"]
+    parts += [found, f"![{'Losses' if texts else 'Right against size'}]({picture})"]
+    parts += text_report.tables(study, by_arm(study, texts)) if texts else _tables(study, drawn)
+    parts += ["; ".join(f"{key}: {value}" for key, value in part.items()) for part in made]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _told(outcomes: Sequence[Outcome]) -> str:
+    low, high = outcomes[0].trained
+    return f"trained on sizes {low} to {high}; {outcomes[0].count} test problems of each size."
+
+
+def _tables(study: Study, outcomes: Sequence[Outcome]) -> list[str]:
+    groups, parts = by_arm(study, outcomes), []
     for measure in (m for m in MEASURES if m in outcomes[0].shares):
         parts += [
             f"## {MEASURES[measure].capitalize()}",
             summary_table(study, groups, measure),
             size_table(groups, measure),
         ]
-    parts.append("± beside a percentage is the standard deviation over seeds, beside a difference its standard error.")
-    parts.append("; ".join(f"{key}: {value}" for key, value in made.items()))
-    return "\n\n".join(part for part in parts if part) + "\n"
+    return [
+        *parts,
+        "± beside a percentage is the standard deviation over seeds, beside a difference its standard error.",
+    ]
 
 
 def _settings(study: Study) -> str:
     return f"Settings of all arms: `{', '.join(study.settings)}`." if study.settings else ""
 
 
-def write_study(study: Study, outcomes: Sequence[Outcome], out: Path, made: Mapping[str, str]) -> list[Path]:
-    """Write study.json, README.md and study.png; returns their paths. ValueError when there is no outcome yet."""
-    from fastweight.study.picture import draw
+def write_study(study: Study, outcomes: Outcomes, out: Path, made: Sequence[Mapping[str, str]]) -> list[Path]:
+    """Write study.json, README.md and study.png; returns their paths. ValueError when there is no outcome yet.
 
+    Args:
+        made: by what and where, of every part that the outcomes come from.
+    """
     if not outcomes:
         raise ValueError(f"study: {out} holds no outcome of {study.name}, expected at least one trained arm")
     out.mkdir(parents=True, exist_ok=True)
-    data, text, drawn = out / "study.json", out / "README.md", out / "study.png"
-    measure = "exact" if "generated" in outcomes[0].shares else "token"
-    draw(by_arm(study, outcomes), measure, MEASURES[measure], drawn)
-    write_json(data, {"made": dict(made), "study": asdict(study), "outcomes": [asdict(o) for o in outcomes]})
+    data, text, drawn = out / STUDY, out / "README.md", out / "study.png"
+    write_json(data, {"made": list(made), "study": asdict(study), "outcomes": [asdict(o) for o in outcomes]})
     write_text(text, page(study, outcomes, made, drawn.name, findings(out)))
+    _draw(study, outcomes, drawn)
     return [data, text, drawn]
+
+
+def _draw(study: Study, outcomes: Outcomes, path: Path) -> None:
+    from fastweight.study import picture, text_report
+
+    texts, drawn = kinds(outcomes)
+    if texts:
+        text_report.draw(by_arm(study, texts), path)
+    else:
+        measure = "exact" if "generated" in drawn[0].shares else "token"
+        picture.draw(by_arm(study, drawn), measure, MEASURES[measure], path)
+
+
+def kinds(outcomes: Outcomes) -> tuple[list[TextOutcome], list[Outcome]]:
+    """Outcomes of language models, and others; a study has one kind."""
+    texts = [o for o in outcomes if isinstance(o, TextOutcome)]
+    return texts, [o for o in outcomes if isinstance(o, Outcome)]

@@ -22,10 +22,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers import TrainerCallback
 
 from fastweight.files import write_text
+from fastweight.recipes.rundir import METRICS as METRICS
 from fastweight.recipes.rundir import mark_complete
 from fastweight.training.throughput import Meter, in_words
 
-METRICS = "metrics.jsonl"
 LOGGED = ("loss", "grad_norm", "learning_rate", "steps_per_second", "tokens_per_second", "mfu", "peak_memory_gib")
 
 

@@ -1,0 +1,119 @@
+"""Outcomes of language models into a table with spreads, a comparison seed by seed, and a picture.
+
+Differences are of validation losses in nats a token, arms of one seed having seen the same tokens in the same order.
+Trap: rates are of runs that shared a device; they rank nothing unless all arms ran in equal company.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from statistics import mean
+
+from fastweight.evaluation.page import markdown_table
+from fastweight.evaluation.text_outcomes import LAST_WORDS, TextOutcome
+from fastweight.study.figures import difference, spread
+from fastweight.study.plan import Study
+
+Groups = Mapping[str, Sequence[TextOutcome]]
+VALIDATION = "validation"
+
+
+def told(outcomes: Sequence[TextOutcome]) -> str:
+    """What all arms saw."""
+    seen = sorted({o.tokens for o in outcomes})
+    return f"{' to '.join(f'{tokens:,}' for tokens in seen)} tokens of training each."
+
+
+def tables(study: Study, groups: Groups) -> list[str]:
+    """The summary, the losses by position, and what the signs mean."""
+    return [
+        "## Losses",
+        summary(study, groups),
+        "## Loss by tokens in context (validation)",
+        positions(groups),
+        f"± is the standard deviation over seeds; beside the difference from {study.against}, its standard error. "
+        "Losses are nats a token; perplexities of other texts count words, of last words whole last words.",
+    ]
+
+
+def summary(study: Study, groups: Groups) -> str:
+    """A row for each arm."""
+    others = next(iter(groups.values()))[0].scores.keys() - {VALIDATION}
+    names = sorted(others)
+    head = ["arm", "seeds", "parameters", "validation loss", f"against {study.against}, by seed", "perplexity"]
+    for name in names:
+        head += [f"{name} accuracy %", f"{name} perplexity"] if name == LAST_WORDS else [f"{name} word perplexity"]
+    head += ["tokens/s", "peak GiB"]
+    rows = []
+    for arm, group in groups.items():
+        row = [arm, str(len(group)), f"{group[0].num_parameters:,}", spread(_of(group, VALIDATION, "loss"), 3)]
+        row += ["" if arm == study.against else _difference(group, groups.get(study.against, []))]
+        row += [spread(_of(group, VALIDATION, "perplexity"), 1)]
+        for name in names:
+            if name == LAST_WORDS:
+                row += [spread([100 * value for value in _of(group, name, "accuracy")], 1)]
+            row += [spread(_of(group, name, "perplexity" if name == LAST_WORDS else "word_perplexity"), 1)]
+        rows.append([*row, _cost(group, "tokens_per_second", ",.0f"), _cost(group, "peak_memory_gib", ".1f")])
+    return markdown_table(head, rows)
+
+
+def positions(groups: Groups) -> str:
+    """A row for each arm, a column for each range of tokens in context, every other one of them."""
+    first = next(iter(groups.values()))[0]
+    chosen = range(len(first.positions) - 1, -1, -2)[::-1]
+    rows = [[arm, *(f"{_at(group, i):.3f}" for i in chosen)] for arm, group in groups.items()]
+    return markdown_table(["arm", *(f"{first.positions[i][0]:.0f}" for i in chosen)], rows)
+
+
+def draw(groups: Groups, path: Path) -> None:
+    """Write the picture: losses of every seed, and mean losses against tokens in context."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    from fastweight.evaluation.picture import COLOURS, MARKERS
+
+    figure = Figure(figsize=(11, 1.8 + 0.3 * max(len(groups), 8)), layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2)
+    for row, (arm, group) in enumerate(groups.items()):
+        colour, losses = COLOURS[row % len(COLOURS)], _of(group, VALIDATION, "loss")
+        left.plot(losses, [row] * len(losses), "o", color=colour, alpha=0.7, markersize=5)
+        left.plot([mean(losses)], [row], "|", color="black", markersize=14, markeredgewidth=1.6)
+        right.plot(
+            [point[0] for point in group[0].positions],
+            [_at(group, i) for i in range(len(group[0].positions))],
+            color=colour,
+            marker=MARKERS[row % len(MARKERS)],
+            linestyle=("-", "--", "-.", ":")[row // len(COLOURS) % 4],
+            markersize=4,
+            label=arm,
+        )
+    left.set_yticks(range(len(groups)), list(groups))
+    left.invert_yaxis()
+    left.set(xlabel="nats a token", title="Validation loss: every seed, and their mean")
+    right.set_xscale("log", base=2)
+    right.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    right.set(xlabel="tokens in context", ylabel="nats a token", title="What more context is worth")
+    for panel in (left, right):
+        panel.grid(color="#E5E5E5", linewidth=0.6)
+        panel.spines[["top", "right"]].set_visible(False)
+    figure.legend(*right.get_legend_handles_labels(), loc="outside right center", frameon=False, fontsize=8)
+    figure.savefig(path, dpi=120)
+
+
+def _of(group: Iterable[TextOutcome], text: str, figure: str) -> list[float]:
+    return [o.scores[text][figure] for o in group]
+
+
+def _at(group: Sequence[TextOutcome], position: int) -> float:
+    return mean(o.positions[position][1] for o in group)
+
+
+def _difference(ours: Sequence[TextOutcome], theirs: Sequence[TextOutcome]) -> str:
+    known = {o.seed: o.scores[VALIDATION]["loss"] for o in theirs}
+    values = [o.scores[VALIDATION]["loss"] - known[o.seed] for o in ours if o.seed in known]
+    return difference(values, 3)
+
+
+def _cost(group: Sequence[TextOutcome], figure: str, form: str) -> str:
+    values = [o.cost[figure] for o in group if figure in o.cost]
+    return format(mean(values), form) if values else "-"
