@@ -240,18 +240,18 @@ def forward(
 def backward_state(
     q_desc, d_o_desc, d_states_desc, decay, d_state1, d_state0, length, chunks, tokens, segments, per_segment,
     H: gl.constexpr, KH: gl.constexpr, K: gl.constexpr, V: gl.constexpr, WINDOW: gl.constexpr,
-    BEFORE: gl.constexpr, STAGES: gl.constexpr,
+    BEFORE: gl.constexpr, STAGES: gl.constexpr, SKIP: gl.constexpr = True,
 ):  # fmt: skip
     """One segment of one head in reverse, 64 value columns: dS_0, and if asked the state gradient at every chunk end.
 
-    If not asked, all segments but the first of each sequence.
+    If not asked, with SKIP all segments but the first of each sequence.
     """
     STRIDE: gl.constexpr = 65 - WINDOW
     dtype: gl.constexpr = q_desc.dtype
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
     tall: gl.constexpr = gl.NVMMASharedLayout.get_default_for([K, 64], dtype)
     block, h, seg = whose(gl.program_id(0), V // 64, H)
-    if d_states_desc is None:
+    if d_states_desc is None and SKIP:
         seg += seg // (segments - 1) + 1
     n, start, count = span(seg, chunks, segments, per_segment)
     line = h.to(gl.int64) * tokens + n.to(gl.int64) * length

@@ -63,17 +63,17 @@ def forward(
 
 def backward_state(
     plan: Plan, given: Inputs, walk: Walk, decay: Tensor, d_o: Tensor, d_end: Tensor | None, d_start: Tensor | None,
-    d_states: Tensor | None,
+    d_states: Tensor | None, skip: bool = True,
 ) -> None:  # fmt: skip
-    """Fills d_start and the chunks' state gradients if given; without these, d_start of all pieces but the first."""
+    """Fills d_start and the chunks' state gradients if given; without these, with `skip`, not for first pieces."""
     from fastweight.kernels import hopper_additive
 
     K = given.q.shape[3]
     start(
-        hopper_additive.backward_state, (_programs(given, _pieces(walk, d_states is not None)),),
+        hopper_additive.backward_state, (_programs(given, _pieces(walk, d_states is not None or not skip)),),
         tiles(given.q, K), tiles(d_o, 64), None if d_states is None else blocks(d_states, K), decay,
         None if d_end is None else d_end.contiguous(), d_start, *walk.arguments[2:], STAGES=REVERSE_STAGES,
-        **_options(plan, given),
+        SKIP=skip, **_options(plan, given),
     )  # fmt: skip
 
 
