@@ -4,6 +4,7 @@
     python -m benchmarks.lm --cases "train falcon-1.3 32 1024"
     python -m benchmarks.lm --lane 1 --out b.json    the second half, for a second GPU; --lane 0 is the first
     python -m benchmarks.lm --report-only --merge a.json b.json     Markdown and picture from JSON
+    python -m benchmarks.lm --rehearse --out /tmp/x.json    every case on a CPU, tiny: whether it runs, not how fast
 
 Every case is a process (`lm_worker`). Several import and compile at the same time, since that is most of what they do;
 while one of them measures, all the others of the lane are stopped (SIGSTOP), so that nobody else uses the device. A
@@ -30,24 +31,46 @@ from typing import Any
 
 from benchmarks.lm_report import write_report
 
-RECIPES = (
-    "falcon-1.3", "llama", "transformer", "gated-deltanet", "falcon-1a.3", "falcon-3a.3", "falcon-2a.3", "retnet",
-    "mamba2", "deltanet", "falcon-2.3", "falcon-3.3", "falcon-1a.1", "falcon-1a.2",
+WANTED = ("falcon-1.3", "fla", "llama", "transformer")  # what the targets compare; the rest after them
+OTHERS = (
+    "gated-deltanet", "falcon-1a.3", "falcon-3a.3", "falcon-2a.3", "retnet", "mamba2", "deltanet", "falcon-2.3",
+    "falcon-3.3", "falcon-1a.1", "falcon-1a.2",
 )  # fmt: skip
-OTHERS = ("falcon-1.3", "llama", "transformer", "gated-deltanet")  # for long sequences and for decoding
+LONG = (*WANTED, "gated-deltanet")
 PLACES = "1,64 1024,32768"
 AT_ONCE = 6
+STARTING, FLA_STARTING, TRAINED, DECODED = 60, 130, 6, 12  # estimated seconds: to be ready, and to measure
 JOINED = " + "
 WORKER = (sys.executable, "-m", "benchmarks.lm_worker")
 
 
 def lanes() -> tuple[list[str], list[str]]:
-    """The cases of two GPUs, in the order of their worth: what a full time box cuts off stands last; slow starters
-    early. FLA's model has one process for everything, because its kernels tune for minutes."""
-    trained = [f"train {name} 32 1024" for name in RECIPES]
+    """The cases of two GPUs, in the order of their worth: what a full time box cuts off stands last. The first lane has
+    sequences of 1,024; FLA's model has one process for everything, because its kernels tune for minutes, and so stands
+    in the second."""
+    trained = [f"train {name} 32 1024" for name in (*WANTED, *OTHERS) if name != "fla"]
     fla = JOINED.join(["train fla 32 1024", "train fla 2 16384", f"decode fla {PLACES}"])
-    long = [f"train {name} 2 16384" for name in OTHERS]
-    return trained, [fla, *long, *(f"decode {name} {PLACES}" for name in OTHERS)]
+    ours = [name for name in LONG if name != "fla"]
+    return trained, [fla, *(f"train {name} 2 16384" for name in ours), *(f"decode {name} {PLACES}" for name in ours)]
+
+
+def estimate(case: str) -> tuple[int, int]:
+    """Seconds until a case is ready to be measured, while others start beside it, and seconds that it measures."""
+    parts = case.split(JOINED)
+    measured = sum(TRAINED if part.startswith("train") else DECODED for part in parts)
+    return FLA_STARTING if " fla " in parts[0] else STARTING, measured
+
+
+def announce(cases: list[str], limit: float) -> None:
+    """Prints when each case is expected to be done."""
+    free, measuring = [0] * AT_ONCE, 0
+    for case in cases:
+        starting, measured = estimate(case)
+        ready = min(free) + starting
+        measuring = max(measuring, ready) + measured
+        free[free.index(min(free))] = measuring
+        late = "" if measuring <= limit else "   beyond the limit"
+        print(f"about {measuring:4d} s  {case}{late}", flush=True)
 
 
 @dataclass
@@ -184,17 +207,18 @@ def failures_of(worker: Worker) -> list[dict[str, Any]]:
 
 
 def machine() -> dict[str, str]:
-    import torch
-    import transformers
-    import triton
+    from importlib.metadata import version
 
+    import torch
+
+    on_gpu = torch.cuda.is_available()
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "device": torch.cuda.get_device_name(),
+        "device": torch.cuda.get_device_name() if on_gpu else "a CPU: no speeds",
         "torch": torch.__version__,
-        "triton": triton.__version__,
-        "transformers": transformers.__version__,
+        "triton": version("triton") if on_gpu else "none",
+        "transformers": version("transformers"),
         "commit": commit.stdout.strip() or os.environ.get("COMMIT", "unknown"),
         "command": "python -m benchmarks.lm",
     }
@@ -245,6 +269,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--lane", type=int, choices=(0, 1), help="half of the cases, for one of two GPUs; default: both"
     )
+    parser.add_argument("--rehearse", action="store_true", help="on a CPU, with tiny models")
     parser.add_argument("--merge", type=Path, nargs="*", default=[], help="JSON files whose rows go into --out")
     chosen = parser.parse_args(arguments)
     for path in chosen.merge:
@@ -252,10 +277,14 @@ def main(arguments: list[str] | None = None) -> None:
     if not chosen.report_only:
         halves = lanes()
         cases = [*halves[0], *halves[1]] if chosen.lane is None else halves[chosen.lane]
+        cases = chosen.cases or cases
+        if chosen.rehearse:
+            os.environ["LM_REHEARSE"] = "1"
+        announce(cases, chosen.limit)
         with tempfile.TemporaryDirectory() as fresh:
             done = Collected(chosen.out, chosen.add)
             caches = str(chosen.keep_caches or fresh)
-            run(chosen.cases or cases, chosen.limit, chosen.box, chosen.profile, caches, done)
+            run(cases, chosen.limit, chosen.box, chosen.profile, caches, done)
     for file in write_report(chosen.out):
         print(file)
 

@@ -8,6 +8,8 @@ products in TF32. The process imports, compiles and warms up at once, says so, a
 so that one process at a time uses the device for what is timed. A long prompt of many rows is read once and its state
 repeated.
 
+With LM_REHEARSE=1 everything runs on a CPU, eagerly, with tiny models and few tokens: whether it runs, not how fast.
+
 Traps: seconds to the first step count from the start of the process, imports included, with other cases compiling
 beside it unless the parent holds them back. A training loss that is not near log(vocabulary) after the first step means
 that something else was measured; the worker refuses it.
@@ -29,6 +31,9 @@ os.environ.setdefault("FLA_DISABLE_BACKEND_DISPATCH", "1")
 VOCAB, NEW_TOKENS, WARM_STEPS, STEPS, ROUNDS = 50_257, 64, 4, 6, 4
 PROFILE_ROWS = 28
 FLA_CONFIGURATIONS = 3  # all of them take minutes
+REHEARSE = os.environ.get("LM_REHEARSE") == "1"
+DEVICE = "cpu" if REHEARSE else "cuda"
+SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
 MOST_READ = 2**20  # tokens of prompts
 
 
@@ -52,18 +57,20 @@ def wait_for_go() -> None:
 
 
 def model_of(name: str, compiled: bool) -> Any:
-    """The model on the GPU, in bfloat16."""
+    """The model on the device, in bfloat16."""
     torch.manual_seed(0)
+    compiled = compiled and not REHEARSE
     if name == "fla":
-        return _fla().to("cuda", torch.bfloat16)
+        return _fla().to(DEVICE, torch.bfloat16)
     if name == "llama":
-        model = _llama().to("cuda", torch.bfloat16)
+        model = _llama().to(DEVICE, torch.bfloat16)
         return torch.compile(model) if compiled else model
     from fastweight.recipes import load_recipe
     from fastweight.training.model import build_model
 
     settings = ["training.precision=bf16-weights", f"engine.compile={str(compiled).lower()}", "model.backend=auto"]
-    return build_model(load_recipe(name, settings)).cuda()
+    settings += [f"model.{key}={size}" for key, size in SMALL.items()] if REHEARSE else []
+    return build_model(load_recipe(name, settings)).to(DEVICE)
 
 
 def _fla() -> Any:
@@ -85,7 +92,7 @@ def _llama() -> Any:
         "intermediate_size": 2048,
         "num_hidden_layers": 12,
         "num_attention_heads": 12,
-    }
+    } | (SMALL if REHEARSE else {})
     config = LlamaConfig(vocab_size=VOCAB, tie_word_embeddings=True, max_position_embeddings=65_536, **sizes)
     config._attn_implementation = "sdpa"
     return LlamaForCausalLM(config)
@@ -104,8 +111,8 @@ def train(name: str, batch: int, length: int, profile: bool) -> None:
     """Tokens/s, peak memory, seconds to the first step."""
     model = model_of(name, compiled=name != "fla").train()
     optimizer, parameters = optimizer_of(name, model), list(model.parameters())
-    random = torch.Generator("cuda").manual_seed(0)
-    ids = torch.randint(VOCAB, (batch, length), generator=random, device="cuda")
+    ids = random_ids(batch, length)
+    built = age()
 
     def step() -> Tensor:
         loss = model(input_ids=ids, labels=ids, use_cache=False).loss
@@ -121,12 +128,11 @@ def train(name: str, batch: int, length: int, profile: bool) -> None:
         raise RuntimeError(f"the first loss is {loss}, expected about {math.log(VOCAB):.2f}")
     for _ in range(WARM_STEPS):
         step()
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    say("ready", first_step_s=round(first, 1), first_loss=round(loss, 3))
+    forget()
+    say("ready", built_s=round(built, 1), first_step_s=round(first, 1), first_loss=round(loss, 3))
     wait_for_go()
     _seconds(lambda: (step(), step()))
-    torch.cuda.reset_peak_memory_stats()
+    forget()
     seconds = [_seconds(lambda: [step() for _ in range(STEPS)]) / STEPS for _ in range(ROUNDS)]
     last = float(step())
     if not last < loss:  # the same batch again and again: a loss that does not fall, or is NaN, is a fault
@@ -138,17 +144,41 @@ def train(name: str, batch: int, length: int, profile: bool) -> None:
         last_loss=round(last, 3),
         parameters=sum(p.numel() for p in parameters),
         tokens_per_second=[round(batch * length / s) for s in sorted(seconds)],
-        peak_gib=round(torch.cuda.max_memory_allocated() / 2**30, 2),
+        peak_gib=round(peak_memory() / 2**30, 2),
     )
     if profile:
         print(profiled(step), flush=True)
 
 
+def random_ids(batch: int, length: int) -> Tensor:
+    batch, length = (min(batch, 2), min(length, 64)) if REHEARSE else (batch, length)
+    random = torch.Generator(DEVICE).manual_seed(0)
+    return torch.randint(VOCAB, (batch, length), generator=random, device=DEVICE)
+
+
+def synchronize() -> None:
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+
+
+def peak_memory() -> int:
+    """Bytes of the device, since `forget`."""
+    return torch.cuda.max_memory_allocated() if DEVICE == "cuda" else 0
+
+
+def forget() -> None:
+    """Memory that was used counts no more."""
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
 def _seconds(run: Callable[[], Any]) -> float:
-    torch.cuda.synchronize()
+    synchronize()
     start = time.perf_counter()
     run()
-    torch.cuda.synchronize()
+    synchronize()
     return time.perf_counter() - start
 
 
@@ -177,7 +207,7 @@ def decode(name: str, batches: list[int], prompts: list[int]) -> None:
     for batch, prompt in ((batches[0], prompts[0]), (batches[0], prompts[-1]), (batches[-1], prompts[0])):
         if name == "llama":
             break
-        _decoder(name, model, torch.zeros(batch, prompt, dtype=torch.long, device="cuda"))(3)
+        _decoder(name, model, torch.zeros_like(random_ids(batch, prompt)))(3)
     say("ready", first_step_s=round(age(), 1))
     wait_for_go()
     for prompt in prompts:
@@ -195,7 +225,7 @@ class _StaticLlama:
         from transformers import StaticCache
 
         cache = StaticCache(config=model.config, max_cache_len=prompt + 2 * NEW_TOKENS)
-        token = torch.zeros(batch, 1, dtype=torch.long, device="cuda")
+        token = torch.zeros(batch, 1, dtype=torch.long, device=DEVICE)
 
         def step() -> None:
             token.copy_(model(input_ids=token, past_key_values=cache, use_cache=True).logits[:, -1:].argmax(-1))
@@ -204,11 +234,15 @@ class _StaticLlama:
         for layer in cache.layers:
             layer.cumulative_length.fill_(prompt)  # type: ignore[union-attr]
         step()
-        torch.cuda.synchronize()
+        synchronize()
+        self.replay, self.cache, self.prompt = step if REHEARSE else self._recorded(step), cache, prompt
+
+    @staticmethod
+    def _recorded(step: Callable[[], None]) -> Callable[[], None]:
         recorded = torch.cuda.CUDAGraph()
         with torch.cuda.graph(recorded):
             step()
-        self.replay, self.cache, self.prompt = recorded.replay, cache, prompt
+        return recorded.replay
 
     def __call__(self, num_tokens: int) -> None:
         before = int(self.cache.layers[0].cumulative_length)  # type: ignore[union-attr]
@@ -220,10 +254,8 @@ class _StaticLlama:
 
 
 def _decoded(name: str, model: Any, batch: int, prompt: int) -> dict[str, Any]:
-    random = torch.Generator("cuda").manual_seed(0)
-    ids = torch.randint(VOCAB, (batch, prompt), generator=random, device="cuda")
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
+    ids = random_ids(batch, prompt)
+    forget()
     holder: dict[str, Any] = {}
     once = name not in ("llama", "fla") and batch * prompt > MOST_READ
     ids, rows = (ids[:1], batch) if once else (ids, 1)
@@ -237,7 +269,7 @@ def _decoded(name: str, model: Any, batch: int, prompt: int) -> dict[str, Any]:
         "parameters": sum(p.numel() for p in model.parameters()),
         "tokens_per_second": [round(batch * NEW_TOKENS / seconds, 1)],
         "prefill_tokens_per_second": None if name == "llama" or once else round(batch * prompt / prefill),
-        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
+        "peak_gib": round(peak_memory() / 2**30, 2),
         "cuda_graph": holder["more"].graph,
     }
 
@@ -301,7 +333,7 @@ def main() -> None:
         else:
             decode(name, batches, lengths)
         say("done")
-        torch.cuda.empty_cache()
+        forget()
 
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ def test_cases_take_turns_and_failures_cost_one_case(tmp_path: Path, monkeypatch
     assert log == ["begin", "end"] * 4  # never two at a time
     files = lm_report.write_report(tmp_path / "out" / "lm.json")
     text = files[1].read_text()
-    assert "| first | 100.0M | 800 | 720 to 880 | 0.1 % | 2.5 | 1 |" in text
+    assert "| first | 100.0M | 800 | 720 to 880 | 0.1 % | 2.5 | 1 |  |" in text
     assert "| first | 200 | yes | 5 | 2.5 |" in text
     assert "| first | 7 | yes | 5 | 2.5 |" in text
     assert "* train wrong 8 x 16" in text
@@ -77,3 +77,17 @@ def test_every_case_names_a_recipe_or_a_peer() -> None:
     assert names - set(lm_report.PEERS) <= set(recipe_names())
     texts = {name for name in recipe_names() if load_recipe(name).task.kind == "text"}
     assert {name for name in texts if not name.startswith("lm-")} <= names
+
+
+def test_what_is_wanted_most_comes_first_and_the_plan_says_when(capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = lm.lanes()
+    assert first[0] == "train falcon-1.3 32 1024"
+    assert second[0].startswith("train fla 32 1024")
+    kinds = [case.split()[0] + case.split()[-1] for case in second[1:]]
+    assert kinds == sorted(kinds, key=lambda kind: kind.startswith("decode"))  # decoding last
+    lm.announce([*first[:6], second[0]], limit=100)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "about   66 s  train falcon-1.3 32 1024"
+    assert lines[5] == "about   96 s  train falcon-3a.3 32 1024"
+    assert lines[6].startswith("about  220 s")  # 66 until a place is free, 130 to start, 24 to measure
+    assert lines[6].endswith("beyond the limit")

@@ -61,7 +61,8 @@ class RunTrainer(Trainer):
 
     @cached_property
     def _num_weights(self) -> int:  # transformers goes through all modules for it, at every micro-batch
-        return self.model.num_parameters(exclude_embeddings=True)
+        model: Any = self.model
+        return model.num_parameters(exclude_embeddings=True)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         if "loss" in logs:
