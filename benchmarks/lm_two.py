@@ -34,8 +34,8 @@ from fastweight.kernels import unproven
 STEPS, EVERY, WAIT, PROFILED, ALLOWED = 12, 4, 4, 2, 2**-8
 MICRO_BATCHES = 4  # of a step on each of several GPUs; lm-paper has 8 on two
 SETTINGS = (
-    f"training.steps={STEPS + PROFILED}", f"training.log_every={EVERY}", "training.validate_every=0", "training.precision=bf16",
-    "training.checkpoint_every=1000", "optimizer.warmup_steps=4", "engine.report=none",
+    f"training.steps={STEPS + PROFILED}", f"training.log_every={EVERY}", "training.validate_every=0",
+    "training.precision=bf16", "training.checkpoint_every=1000", "optimizer.warmup_steps=4", "engine.report=none",
 )  # fmt: skip
 AHEAD = "+ahead"
 BEGAN = "LM_TWO_BEGAN"  # variable of the environment: when the parent began
