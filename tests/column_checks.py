@@ -1,10 +1,10 @@
 """What holds of the kernels with a gain per value column of either class: falcon-2 and falcon-2a."""
 
 import torch
-from test_kernels import case, kernel, make, outcome, rule_of, surroundings
 
 import fastweight as fw
 from fastweight.kernels import dispatch
+from tests.kernel_harness import case, kernel, make, outcome, rule_of, surroundings
 
 
 def decays_or_vanishes(test, dtype, device):

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import assert_close
-from test_kernels import INTERPRETED, gpu, interpreted
 
 import fastweight as fw
+from tests.kernel_harness import INTERPRETED, gpu, interpreted
 
 CALLS = {
     "falcon-1": lambda q, k, v, b, g, **more: fw.fast_weight_attention(q, k, v, 1.8 * b, 3 * g, "falcon-1", **more),

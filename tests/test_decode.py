@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import assert_close
-from test_kernels import INTERPRETED, gpu, interpreted
 
 import fastweight as fw
 from fastweight.kernels import dispatch
 from fastweight.memory.attention import DELTA_RULE, LINEAR_ATTENTION, step_in_place
+from tests.kernel_harness import INTERPRETED, gpu, interpreted
 
 RULES = {
     **fw.RULES,

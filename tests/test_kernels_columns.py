@@ -3,7 +3,9 @@
 import pytest
 import torch
 from column_checks import check_compiles_whole, check_one_beta_for_all_columns, check_without_tokens, decays_or_vanishes
-from test_kernels import (
+
+from tests.interpreter import run_interpreted
+from tests.kernel_harness import (
     DTYPES,
     INTERPRETED,
     NUMBERS,
@@ -14,8 +16,6 @@ from test_kernels import (
     interpreted,
     make,
 )
-
-from tests.interpreter import run_interpreted
 
 COLUMNS = [
     case("falcon-2a", shape=(1, 70, 1, 2, 24, 20), state=True, key=True),

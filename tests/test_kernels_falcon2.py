@@ -6,7 +6,11 @@ Interpreted, a block of 16 tokens of one head and 32 columns takes a second, so 
 import pytest
 import torch
 from column_checks import check_compiles_whole, check_one_beta_for_all_columns, check_without_tokens, decays_or_vanishes
-from test_kernels import (
+
+import fastweight as fw
+from fastweight.kernels import dispatch, unproven
+from tests.interpreter import run_interpreted
+from tests.kernel_harness import (
     ALLOWED,
     DTYPES,
     INTERPRETED,
@@ -22,10 +26,6 @@ from test_kernels import (
     outcome,
     surroundings,
 )
-
-import fastweight as fw
-from fastweight.kernels import dispatch, unproven
-from tests.interpreter import run_interpreted
 
 DIRECT = {"step": "direct", "ridge": "scaled", "timing": "read-before-write"}
 CASES = [

@@ -2,7 +2,12 @@
 
 import pytest
 import torch
-from test_kernels import (
+from test_kernels_windows import CASES as CONTINUED
+from test_kernels_windows import check as check_continued
+
+import fastweight as fw
+from tests.interpreter import run_interpreted
+from tests.kernel_harness import (
     INTERPRETED,
     at,
     case,
@@ -14,12 +19,7 @@ from test_kernels import (
     outcome,
     surroundings,
 )
-from test_kernels import kernel as run_kernel
-from test_kernels_windows import CASES as CONTINUED
-from test_kernels_windows import check as check_continued
-
-import fastweight as fw
-from tests.interpreter import run_interpreted
+from tests.kernel_harness import kernel as run_kernel
 
 BEFORE = {"timing": "read-before-write"}
 W2 = {"window": 2}

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_kernels import case, check, gpu
 
 from fastweight.kernels import launch, launch_hopper, launch_solve
 from fastweight.kernels.geometry import Geometry
+from tests.kernel_harness import case, check, gpu
 
 PLAN = launch.Plan(1e-6, 1e-4, True, False, False, False, False, False)
 

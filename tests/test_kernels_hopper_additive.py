@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from test_kernels import case, check, gpu, kernel, make, outcome, surroundings
 from test_kernels_hopper import REFUSED, given
 
 from fastweight.kernels import launch, launch_additive, launch_hopper, launch_hopper_additive, unproven
 from fastweight.kernels.geometry import Geometry
+from tests.kernel_harness import case, check, gpu, kernel, make, outcome, surroundings
 
 
 @pytest.fixture

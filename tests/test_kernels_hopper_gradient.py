@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from test_kernels import case, check, gpu, kernel, make, outcome, surroundings
 
 from fastweight.kernels import launch, launch_additive, launch_hopper, launch_hopper_gradient, launch_solve
+from tests.kernel_harness import case, check, gpu, kernel, make, outcome, surroundings
 
 PLAN = launch.Plan(1e-6, 1e-4, True, False, False, False, False, False)
 

@@ -7,10 +7,10 @@ Interpreted on the CPU in a process of its own, or, marked gpu, on a CUDA device
 import pytest
 import torch
 from conftest import assert_close
-from test_kernels import ALLOWED, INTERPRETED, gpu, interpreted
 
 import fastweight as fw
 from tests.interpreter import run_interpreted
+from tests.kernel_harness import ALLOWED, INTERPRETED, gpu, interpreted
 
 FLOATS = ("S", "key", "tail_x", "tail_y")
 CASES = {
