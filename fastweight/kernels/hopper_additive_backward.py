@@ -6,8 +6,8 @@ that no state gradient goes to memory and no token is read twice; the chunk stat
 
 Traps: a TMA store that begins at a negative row is an illegal instruction (a load may), so the gradients of a
 sequence's first shifted keys go by themselves. Of a chunk's four tiles those of q, x and y take their gradients out,
-once all products are done with them. States have one buffer: once the chunk has read its state the matrix of pairs lies
-there, until the next state comes.
+once all products are done with them. States have one buffer, into which the next one comes when the chunk has read its
+own; at width 64 only at its end, because the matrix of pairs lies there meanwhile: a second program needs the memory.
 """
 
 # pyright: basic, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
@@ -29,34 +29,30 @@ from fastweight.kernels.hopper_parts import nil
 from fastweight.kernels.hopper_walk import fetch, keep_barriers, load_rates, rings_of, span, whose
 from fastweight.kernels.tiles import fade
 
-# Rows of the numbers of a chunk.
-LAST = gl.constexpr(0)  # what the chunk's end keeps of each token's write
-READ = gl.constexpr(1)  # what each read sees of the state that the chunk began with
-STEP = gl.constexpr(2)
-DECAY = gl.constexpr(3)  # log2
-READ_DECAY = gl.constexpr(4)
+# Rows of the numbers of a chunk; cumulative decays are log2.
+STEP = gl.constexpr(0)
+DECAY = gl.constexpr(1)
+READ_DECAY = gl.constexpr(2)  # as the read sees the state
 
 
 @gluon.jit
 def _keep(numbers, at, loaded, BEFORE: gl.constexpr):
+    """Keeps the numbers of a chunk; returns the decay to its end."""
     a, g, before, g_last = loaded
-    g_read = before if BEFORE else g
-    numbers.index(at * 5 + LAST).store(gl.exp2(g_last - g))
-    numbers.index(at * 5 + READ).store(gl.exp2(g_read))
-    numbers.index(at * 5 + STEP).store(a)
-    numbers.index(at * 5 + DECAY).store(g)
-    numbers.index(at * 5 + READ_DECAY).store(g_read)
-    return gl.exp2(g_last)
+    numbers.index(at * 3 + STEP).store(a)
+    numbers.index(at * 3 + DECAY).store(g)
+    numbers.index(at * 3 + READ_DECAY).store(before if BEFORE else g)
+    return g_last
 
 
 @gluon.jit
 def _down(numbers, at, WHICH: gl.constexpr, layout: gl.constexpr):
-    return numbers.index(at * 5 + WHICH).load(gl.SliceLayout(1, layout))
+    return numbers.index(at * 3 + WHICH).load(gl.SliceLayout(1, layout))
 
 
 @gluon.jit
 def _across(numbers, at, WHICH: gl.constexpr, layout: gl.constexpr):
-    return numbers.index(at * 5 + WHICH).load(gl.SliceLayout(0, layout))
+    return numbers.index(at * 3 + WHICH).load(gl.SliceLayout(0, layout))
 
 
 @gluon.jit
@@ -122,6 +118,8 @@ def backward(
 ):  # fmt: skip
     """One segment of one head in reverse: all gradients of its tokens, and if asked dS_0."""
     WIDE: gl.constexpr = num_warps // 4  # warp groups: side by side over a tile's columns, one above the other over K
+    # Whether there is memory for the pairs beside the states. At width 64 a second program is worth more.
+    EARLY: gl.constexpr = K == 128
     ENERGY: gl.constexpr = not RAW and (not DIRECT or SCALED)
     dtype: gl.constexpr = q_desc.dtype
     pairs: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, WIDE], [16, 64 // WIDE, 16])
@@ -142,10 +140,10 @@ def backward(
     state_ring, state_bars = rings_of((states_desc,), 1)
     room = gl.allocate_shared_memory(dtype, [1, K, V], gl.NVMMASharedLayout.get_default_for([K, V], dtype))
     scores = gl.allocate_shared_memory(dtype, [2, 64, 64], square)
-    before = gl.allocate_shared_memory(
-        gl.bfloat16, [64, 64], gl.NVMMASharedLayout.get_default_for([64, 64], gl.bfloat16)
-    )
-    numbers = gl.allocate_shared_memory(gl.float32, [10, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    before = gl.allocate_shared_memory(gl.bfloat16, [64, 64], square)
+    if EARLY:
+        crossing = gl.allocate_shared_memory(gl.bfloat16, [64, 64], square)
+    numbers = gl.allocate_shared_memory(gl.float32, [6, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     before.store(gl.where(_apart(pairs) > 0, 1.0, 0.0).to(gl.bfloat16))
     at = last * 64
     coords = (n, at, key_at), (n, at - SHIFT, key_at), (n, at, h * V), (n, at, h * V)
@@ -153,7 +151,7 @@ def backward(
     fetch((states_desc,), state_ring, state_bars, 0, ((slot * K, 0),), count > 0)
     i = gl.arange(0, 64, layout=flat)
     soon = load_rates(weight, decay, line, at, length - at, i, not BEFORE)
-    carry = _keep(numbers, 0, soon, BEFORE)
+    g_last = _keep(numbers, 0, soon, BEFORE)
     if count > 1:
         soon = load_rates(weight, decay, line, at - 64, length - at + 64, i, not BEFORE)
     if d_state1 is None:
@@ -177,6 +175,7 @@ def backward(
         later = soon
         if c + 2 < count:
             later = load_rates(weight, decay, line, at - 128, high + 128, i, not BEFORE)
+        carry = gl.exp2(g_last)
         mbarrier.wait(bars[0].index(s), phase)
         mbarrier.wait(bars[1].index(s), phase)
         p = warpgroup_mma(q, x.permute((1, 0)), no_pairs, use_acc=False, is_async=True)
@@ -186,7 +185,7 @@ def backward(
         # Behind this barrier every warp is done with the chunk before.
         tma.store_wait(0)
         gl.thread_barrier()
-        next_carry = _keep(numbers, (c + 1) & 1, soon, BEFORE)
+        next_last = _keep(numbers, (c + 1) & 1, soon, BEFORE)
         ahead = at - 64
         coords = (n, ahead, key_at), (n, ahead - SHIFT, key_at), (n, ahead, h * V), (n, ahead, h * V)
         fetch(descs, rings, bars, s ^ 1, coords, c + 1 < count)
@@ -212,20 +211,23 @@ def backward(
         d_q, d_y = warpgroup_mma_wait(0, deps=(d_q, d_y))
         # Behind this barrier the state has been read, and the scores are there.
         gl.thread_barrier()
+        ahead_state = ((slot - (c + 1) * H) * K, 0)
+        if EARLY:
+            fetch((states_desc,), state_ring, state_bars, 0, (ahead_state,), c + 1 < count)
+        else:
+            crossing = S._reinterpret(gl.bfloat16, [64, 64], square)
         d_x = warpgroup_mma(y, s_dS.permute((1, 0)), no_tile, use_acc=False, is_async=True)
         # felt[t, s]: how the loss depends on D[t, s]; times `before`, on all that decays at s and is read at t.
-        crossing = S._reinterpret(gl.bfloat16, [64, 64], square)
         crossing.store(felt_low)
         fence_async_shared()
-        fade_read = _down(numbers, c & 1, READ, tile)
-        d_q *= fade_read[:, None]
+        d_q *= gl.exp2(_down(numbers, c & 1, READ_DECAY, tile))[:, None]
         row_read = gl.sum(d_q * q.load(tile).to(gl.float32), axis=1)
         d_q = warpgroup_mma(scores.index(nil() + 1), x, d_q, is_async=True)
-        last_of = _down(numbers, c & 1, LAST, tile)
+        last_of = gl.exp2(g_last - _down(numbers, c & 1, DECAY, tile))
         met = gl.sum(d_y * y.load(tile).to(gl.float32), axis=1) * last_of
         kept = last_of * _down(numbers, c & 1, STEP, tile)
         d_y = warpgroup_mma(scores.index(nil()).permute((1, 0)), do, d_y * kept[:, None], is_async=True)
-        read = q.permute((1, 0)).load(tall).to(gl.float32) * _across(numbers, c & 1, READ, tall)[None, :]
+        read = q.permute((1, 0)).load(tall).to(gl.float32) * gl.exp2(_across(numbers, c & 1, READ_DECAY, tall))[None, :]
         read = gl.convert_layout(read.to(dtype), gl.DotOperandLayout(0, tall, 2))
         dS = warpgroup_mma(read, do, dS * carry, is_async=True)
         d_x, d_q, d_y = warpgroup_mma_wait(1, deps=(d_x, d_q, d_y))
@@ -256,7 +258,8 @@ def backward(
             d_x += 2 * share[:, None] * x.load(tile).to(gl.float32)
         # Behind this barrier the products of all warps are done with the tiles.
         gl.thread_barrier()
-        fetch((states_desc,), state_ring, state_bars, 0, (((slot - (c + 1) * H) * K, 0),), c + 1 < count)
+        if not EARLY:
+            fetch((states_desc,), state_ring, state_bars, 0, (ahead_state,), c + 1 < count)
         q.store(low_d_q)
         x.store(d_x.to(dtype))
         y.store(low_d_y)
@@ -266,7 +269,7 @@ def backward(
         if at >= SHIFT:
             tma.async_copy_shared_to_global(d_k_desc, [n, at - SHIFT, h * K], rings[1].index(s))
         tma.async_copy_shared_to_global(d_v_desc, [n, at, h * V], rings[2].index(s))
-        carry = next_carry
+        g_last = next_last
         soon = later
     if SHIFT:
         _edges(

@@ -77,6 +77,13 @@ def xor_sum(value: Tile, axis: int) -> Tile:
 
 
 @word
+def reduce(values: tuple[Tile, ...], axis: int, combine: Any) -> tuple[Tile, ...]:
+    pairs = [*(tile(2.0 + at) for at in range(len(values))), *(tile(3.0) for _ in values)]
+    assert [float(value) for value in combine(*pairs)] == [5.0 + at for at in range(len(values))], "sums only"
+    return tuple(tile(value.sum(axis)) for value in values)
+
+
+@word
 def dot(a: Tile, b: Tile, acc: Any = None, input_precision: str = "") -> Tile:
     made = a.float() @ b.float()
     return tile(made if acc is None else made + acc)
