@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastweight.memory import relay
+from fastweight.memory import borders, relay
 from fastweight.memory.inputs import Around, Inputs, working_dtype
 from fastweight.memory.maps import ChunkMap
 from fastweight.memory.rules import Rule
@@ -66,6 +66,8 @@ def attend(inputs: Inputs, call: Any, around: Around, output_final_state: bool, 
 
     run: the op of one process on an unpacked or packed part, with its final state.
     """
+    if borders.fits(inputs, call, around):
+        return borders.attend(inputs, call.rule, around.initial_state, output_final_state, place)
     v, cu = inputs.v, around.cu_seqlens
     rows = len(v) if cu is None else len(cu) - 1
     state = _whole_state(inputs, call.rule, around.initial_state, rows)

@@ -105,6 +105,14 @@ def gather_now(place: Place, *tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(torch.stack(same) for same in zip(*by_rank, strict=True))
 
 
+def share(place: Place, message: Tensor, everybody: Tensor) -> None:
+    """Puts the message of every rank into everybody's [size, ...], without gradients; both are contiguous."""
+    place.traffic.add((place.size - 1) * message.numel() * message.element_size())
+    # torch renamed it after 2.11.
+    collect = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    collect(everybody.view(-1), message.view(-1), group=place.group)
+
+
 def send(place: Place, tensor: Tensor, output: Tensor) -> Tensor:
     """Hands `tensor` to the next rank. Its gradient is awaited when that of `output`, which comes back, goes on."""
     return _Send.apply(place, tensor, output)  # type: ignore[return-value]
