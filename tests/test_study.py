@@ -41,8 +41,9 @@ def test_every_arm_of_every_study_builds_and_arms_differ_in_what_they_say(name):
     study = load_study(name)
     assert study.about
     assert study.against in study.arms
-    plain = {arm: config_of(study.run(arm, 0)).to_dict() for arm in study.arms}
-    assert len({json.dumps(settings, sort_keys=True) for settings in plain.values()}) == len(study.arms)
+    runs = [study.run(arm, 0) for arm in study.arms]
+    told = {json.dumps([config_of(run).to_dict(), str(run.optimizer)], sort_keys=True) for run in runs}
+    assert len(told) == len(study.arms)
     assert {study.run(arm, 3).training.seed for arm in study.arms} == {3}
 
 
@@ -148,6 +149,14 @@ def test_what_others_trained_counts_as_done_where_it_is_the_same(tmp_path, monke
     told = json.loads((tmp_path / "report" / "study.json").read_text())
     assert told["made"] == [{"commit": "a"}, {"commit": "b"}]
     assert [(o["arm"], o["seed"]) for o in told["outcomes"]] == study.members()
+    # The same settings under another name, in another order, with another path of what only watches.
+    arms = {"memory": ["training.log_every=7", *ARMS["falcon-1"]], "new": ["model.mixer=retnet"]}
+    other = Study("other", "", "parity-tiny", arms, "memory", SMALL, seeds=2)
+    add_known(other, tmp_path / "other", files)
+    assert [(o.arm, o.seed, o.mixer) for o in read_outcomes(other, tmp_path / "other")] == [
+        ("memory", 0, "falcon-1"),
+        ("memory", 1, "falcon-1"),
+    ]
     with pytest.raises(ValueError, match="--known"):
         add_known(load_study(str(plan), ["training.steps=3"]), tmp_path / "other", files)
 

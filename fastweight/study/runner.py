@@ -15,10 +15,12 @@ import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from fastweight.evaluation.outcomes import Outcome, Scoring, TextOutcome, outcome_from, outcome_of
 from fastweight.files import write_json
-from fastweight.recipes import Run
+from fastweight.recipes import Run, to_dict
+from fastweight.recipes.rundir import changes_between
 from fastweight.study.plan import Study
 from fastweight.study.workers import spread, visible_gpus
 
@@ -82,38 +84,38 @@ def read_outcomes(study: Study, out: Path) -> list[Outcome | TextOutcome]:
     return [outcome_from(json.loads(file.read_text(encoding="utf-8"))) for file in files if file.is_file()]
 
 
-def add_known(study: Study, out: Path, files: Iterable[Path]) -> list[dict[str, str]]:
+def add_known(study: Study, out: Path, files: Iterable[Path], say: Say = print) -> list[dict[str, str]]:
     """Put outcomes of study.json files where those of this study are looked for; returns by what they were made.
 
-    What was trained on another machine, or in part, thus counts as done. A member that `out` holds already is left as
-    it is. Raises ValueError for a file of another recipe, or with other settings of the same arm.
+    What was trained on another machine, in part, or for another study thus counts as done. An outcome is taken where
+    its settings, as its file has them, are those of a member, whatever the arm is called there; a member that `out`
+    holds already is left as it is. Raises ValueError for a file with nothing that this study trains.
     """
     made = []
     for file in files:
         told = json.loads(file.read_text(encoding="utf-8"))
-        theirs = told["study"]
-        for raw in told["outcomes"]:
-            arm, seed = raw["arm"], raw["seed"]
-            if arm not in study.arms or seed >= study.seeds:
-                continue
-            mine = [study.recipe, _without_data(study.settings), study.arms[arm]]
-            if mine != (other := [theirs["recipe"], _without_data(theirs["settings"]), theirs["arms"][arm]]):
-                raise ValueError(f"--known {file}: got {arm} trained with {other}, expected {mine}")
+        found = _same_runs(study, told)
+        if not found:
+            raise ValueError(f"--known: {file} holds no outcome with the settings of a member of {study.name}")
+        say(f"{file}: {len(found)} of {len(told['outcomes'])} outcomes are of this study")
+        for (arm, seed), raw in found.items():
             place = member_dir(out, arm, seed)
             if not (place / OUTCOME).is_file():
                 place.mkdir(parents=True, exist_ok=True)
-                write_json(place / OUTCOME, raw)
-        made += [part for part in _parts(told["made"]) if part not in made]
+                write_json(place / OUTCOME, {**raw, "arm": arm})
+        made += [part for part in told["made"] if part not in made]
     return made
 
 
-def _without_data(settings: list[str]) -> list[str]:
-    """Where data lies differs between machines."""
-    return [setting for setting in settings if not setting.startswith("task.data=")]
-
-
-def _parts(made: dict[str, str] | list[dict[str, str]]) -> list[dict[str, str]]:
-    return made if isinstance(made, list) else [made]
+def _same_runs(study: Study, told: dict[str, Any]) -> dict[Member, dict[str, Any]]:
+    """Members of a study, each with the outcome of another study's run of the same settings."""
+    theirs, found = Study(**told["study"]), {}
+    runs = {member: to_dict(study.run(*member)) for member in study.members()}
+    for raw in told["outcomes"]:
+        ran = to_dict(theirs.run(raw["arm"], raw["seed"]))
+        same = [member for member, run in runs.items() if not changes_between({"run": ran}, {"run": run})]
+        found |= dict.fromkeys(same, raw)
+    return found
 
 
 def _member(run: Run, run_dir: Path, arm: str, seed: int, scoring: Scoring) -> tuple[bool, str]:
