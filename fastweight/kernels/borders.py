@@ -190,22 +190,21 @@ def leave(
         write_edges(unit + TAIL, before, k, v, beta, lam, n, h, length, ck, cw, H, KH, K, V, WINDOW, SHIFT, COLUMN)
 
 
-@triton.jit(do_not_specialize=["rank", "stop", "length", "segments"])
+@triton.jit(do_not_specialize=["units", "rank", "stop", "length", "segments"])
 def arrive(
-    messages, state0, maps, local, q, begun, begins, early, ended, rank, stop, length, segments, eps, floor,
+    messages, state0, maps, local, q, begun, begins, early, ended, units, rank, stop, length, segments, eps, floor,
     H: tl.constexpr, KH: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     WINDOW: tl.constexpr, SHIFT: tl.constexpr, MATRIX: tl.constexpr, COLUMN: tl.constexpr, SCALED: tl.constexpr,
     DIRECT: tl.constexpr, MAP: tl.constexpr, UNIT: tl.constexpr, TAIL: tl.constexpr, HEAD: tl.constexpr,
 ):  # fmt: skip
     """BV columns of the state before the edge of this rank, at the start of every piece, and behind all ranks.
 
-    messages: [ranks + 1, N, H, UNIT]; what lies before all tokens has the first place. begins: [N, pieces, H, K, V].
-    stop: rank + 1, or all ranks where `ended` is wanted.
+    messages: [ranks + 1, units, UNIT], units of N H; what lies before all tokens has the first place. stop: rank + 1,
+    or all ranks where `ended` is wanted. begins: [N, pieces, H, K, V].
     """
     nh = tl.program_id(0)
     n = nh // H
     h = nh % H
-    units = tl.num_programs(0)
     ck = tl.arange(0, BK)
     cv = tl.program_id(1) * BV + tl.arange(0, BV)
     here = nh.to(tl.int64) * (K * V)
@@ -275,9 +274,9 @@ def return_(
     store_state(unit, G, ck, cv, K, V, BK, BV)
 
 
-@triton.jit(do_not_specialize=["rank", "ranks", "segments"])
+@triton.jit(do_not_specialize=["units", "rank", "ranks", "segments"])
 def recede(
-    messages, returned, maps, local, d_next, ends, d_begun, rank, ranks, segments, eps, floor,
+    messages, returned, maps, local, d_next, ends, d_begun, units, rank, ranks, segments, eps, floor,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, WINDOW: tl.constexpr,
     SHIFT: tl.constexpr, MATRIX: tl.constexpr, COLUMN: tl.constexpr, SCALED: tl.constexpr, DIRECT: tl.constexpr,
     MAP: tl.constexpr, UNIT: tl.constexpr, TAIL: tl.constexpr, HEAD: tl.constexpr, BACK: tl.constexpr,
@@ -285,12 +284,11 @@ def recede(
 ):  # fmt: skip
     """BV columns of state gradients: behind the edge of the next rank, at the end of every piece, behind this edge.
 
-    returned: messages in reverse [ranks, N, H, BACK]; from FINAL on (if not 0) shares of the gradient behind all ranks.
+    returned: messages in reverse [ranks, units, BACK]; from FINAL on (if not 0) shares of that behind all ranks.
     """
     nh = tl.program_id(0)
     n = nh // H
     h = nh % H
-    units = tl.num_programs(0)
     ck = tl.arange(0, BK)
     cv = tl.program_id(1) * BV + tl.arange(0, BV)
     here = nh.to(tl.int64) * (K * V)

@@ -35,10 +35,10 @@ def _add_rows(pointer, token, keep, first, h, col, rows, H: tl.constexpr, W: tl.
     tl.store(at, (old + rows).to(pointer.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["rank", "length", "segments"])
+@triton.jit(do_not_specialize=["units", "rank", "length", "segments"])
 def settle(
-    messages, returned, begun, d_begun, ended, d_next, d_q, d_k, d_v, d_beta, d_lam, d_tail, d_state0, rank, length,
-    segments, eps, floor,
+    messages, returned, begun, d_begun, ended, d_next, d_q, d_k, d_v, d_beta, d_lam, d_tail, d_state0, units, rank,
+    length, segments, eps, floor,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BP: tl.constexpr,
     WINDOW: tl.constexpr, SHIFT: tl.constexpr, MATRIX: tl.constexpr, COLUMN: tl.constexpr, SCALED: tl.constexpr,
     DIRECT: tl.constexpr, UNIT: tl.constexpr, TAIL: tl.constexpr, HEAD: tl.constexpr, BACK: tl.constexpr,
@@ -52,7 +52,6 @@ def settle(
     side = tl.program_id(1)
     n = nh // H
     h = nh % H
-    units = tl.num_programs(0)
     EDGE: tl.constexpr = WINDOW - 1 + SHIFT
     READS: tl.constexpr = EDGE - 1
     tail = messages + ((rank + side) * units + nh).to(tl.int64) * UNIT + TAIL

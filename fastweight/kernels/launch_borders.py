@@ -286,7 +286,7 @@ def _arrive(
     maps, local = pieces
     start(
         borders.arrive, (B * H, -(-V // COLUMNS)),
-        messages, state0, maps, local, given.q, begun, begins, early, last, call.rank,
+        messages, state0, maps, local, given.q, begun, begins, early, last, B * H, call.rank,
         call.rank + 1 if last is None else call.ranks, T, walk.segments, *call.steps, H=H, KH=given.q.shape[2],
         **call.step_flags, **message.flags("WINDOW", "SHIFT", "MAP", "UNIT", "TAIL", "HEAD"), num_warps=4,
     )  # fmt: skip
@@ -334,7 +334,7 @@ def _recede(call: Call, walk: Walk, kept: Kept, local: Tensor, returned: Tensor,
     d_next, ends, d_begun = out
     start(
         borders.recede, (B * H, -(-V // COLUMNS)),
-        kept.messages, returned, kept.maps, local, d_next, ends, d_begun, call.rank, call.ranks, walk.segments,
+        kept.messages, returned, kept.maps, local, d_next, ends, d_begun, B * H, call.rank, call.ranks, walk.segments,
         *call.steps, H=H, BACK=returned.shape[3], FINAL=message.back if final else 0, **call.step_flags,
         **message.flags("WINDOW", "SHIFT", "MAP", "UNIT", "TAIL", "HEAD"), num_warps=4,
     )  # fmt: skip
@@ -351,7 +351,7 @@ def _settle(call: Call, walk: Walk, kept: Kept, returned: Tensor, found, out: Gr
         start(
             edges_gradient.settle, (B * H, 1 if last else 2),
             kept.messages, returned, kept.begun, d_begun, kept.ended, d_next, out.q, out.k, out.v, out.beta, out.lam,
-            d_tail, d_state0, call.rank, T, walk.segments, *call.steps, H=H, BACK=returned.shape[3],
+            d_tail, d_state0, B * H, call.rank, T, walk.segments, *call.steps, H=H, BACK=returned.shape[3],
             BP=wide(message.edge + message.window - 1, 1), **call.step_flags,
             **message.flags("WINDOW", "SHIFT", "UNIT", "TAIL", "HEAD"), num_warps=8 if message.reads else 4,
         )  # fmt: skip
