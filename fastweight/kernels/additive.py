@@ -29,11 +29,13 @@ from fastweight.kernels.tiles import (
     decay_rows,
     fade,
     load_keys,
+    load_state,
     load_tile,
+    own_columns,
     segment_span,
     source_rows,
-    state_tile,
     store_tile,
+    whose,
 )
 
 
@@ -113,21 +115,16 @@ def forward(
     """One segment of one head, BV value columns: the final state, and where given o and the chunk states."""
     STRIDE: tl.constexpr = 65 - WINDOW
     pid = tl.program_id(0)
-    blocks: tl.constexpr = (V + BV - 1) // BV
-    h = (pid // blocks) % H
-    seg = pid // (blocks * H)
+    h, seg = whose(pid, H, V, BV)
     n, lead, start, stop, begin, size = segment_span(
         seg, cu, chunk_start, length, chunks, segments, per_segment, STRIDE
     )
     kh = h // (H // KH)
     i = tl.arange(0, 64) - (WINDOW - 1)
     ck = tl.arange(0, BK)
-    cv = (pid % blocks) * BV + tl.arange(0, BV)
-    state_at, in_state = state_tile(ck, cv, K, V, BK, BV)
-    S = tl.zeros([BK, BV], tl.float32)
+    cv, state_at, in_state = own_columns(pid, ck, K, V, BK, BV)
     slot = (seg.to(tl.int64) * H + h) * (K * V)
-    if state0 is not None:
-        S += tl.load(state0 + slot + state_at, mask=in_state, other=0.0).to(tl.float32)
+    S = load_state(state0, slot, state_at, in_state, BK, BV)
     line = h.to(tl.int64) * tokens
     for c in range(start, stop):
         first = begin + c * STRIDE
@@ -170,21 +167,16 @@ def backward_state(
     """One segment of one head in reverse, BV value columns: dS_0, and where given the gradient of each chunk's end."""
     STRIDE: tl.constexpr = 65 - WINDOW
     pid = tl.program_id(0)
-    blocks: tl.constexpr = (V + BV - 1) // BV
-    h = (pid // blocks) % H
-    seg = pid // (blocks * H)
+    h, seg = whose(pid, H, V, BV)
     _n, lead, start, stop, begin, size = segment_span(
         seg, cu, chunk_start, length, chunks, segments, per_segment, STRIDE
     )
     kh = h // (H // KH)
     i = tl.arange(0, 64)
     ck = tl.arange(0, BK)
-    cv = (pid % blocks) * BV + tl.arange(0, BV)
-    state_at, in_state = state_tile(ck, cv, K, V, BK, BV)
-    dS = tl.zeros([BK, BV], tl.float32)
+    cv, state_at, in_state = own_columns(pid, ck, K, V, BK, BV)
     slot = (seg.to(tl.int64) * H + h) * (K * V)
-    if d_state1 is not None:
-        dS += tl.load(d_state1 + slot + state_at, mask=in_state, other=0.0).to(tl.float32)
+    dS = load_state(d_state1, slot, state_at, in_state, BK, BV)
     line = h.to(tl.int64) * tokens
     for back in range(0, stop - start):
         c = stop - 1 - back

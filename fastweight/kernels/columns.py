@@ -32,13 +32,16 @@ from triton.language.extra import libdevice
 
 from fastweight.kernels.gates import LOG2E, load_head, step_log_decay, step_sizes
 from fastweight.kernels.tiles import (
+    column_block,
     has_pair,
     load_keys,
+    load_state,
     load_tile,
+    own_columns,
     segment_span,
     source_rows,
-    state_tile,
     store_tile,
+    whose,
 )
 
 LEAST = tl.constexpr(-160.0)
@@ -137,15 +140,12 @@ def forward(
     if wild is not None:  # noqa: SIM102
         if tl.load(wild + pid) == 0:
             return
-    blocks: tl.constexpr = (V + BV - 1) // BV
-    h = (pid // blocks) % H
-    seg = pid // (blocks * H)
+    h, seg = whose(pid, H, V, BV)
     n, lead, start, stop, begin, size = segment_span(seg, cu, chunk_start, length, chunks, segments, per_segment, 64)
     kh = h // (H // KH)
     b = tl.arange(0, 16)
     ck = tl.arange(0, BK)
-    cv = (pid % blocks) * BV + tl.arange(0, BV)
-    state_at, in_state = state_tile(ck, cv, K, V, BK, BV)
+    cv, state_at, in_state = own_columns(pid, ck, K, V, BK, BV)
     LOW: tl.constexpr = q.dtype.element_ty
     EXACT: tl.constexpr = q.dtype.element_ty == tl.float32
     levels, ends = side_by_side(paths, 0, 4), side_by_side(paths, 4, 2)
@@ -166,7 +166,9 @@ def forward(
         ridge = load_head(lam, first, b, h, H, pair, 0.0)
         energy = tl.sum(x.to(tl.float32) * x.to(tl.float32), axis=1)
         if SAVE:
-            tl.store(energies + h.to(tl.int64) * tokens + first + b, energy, mask=live & (pid % blocks == 0))
+            tl.store(
+                energies + h.to(tl.int64) * tokens + first + b, energy, mask=live & (column_block(pid, V, BV) == 0)
+            )
         eta, log_decay = column_steps(
             energy[None, :], gain, ridge[None, :], pair[None, :], eps, floor, SCALED, DIRECT, EXACT
         )
@@ -207,21 +209,16 @@ def backward_state(
 ):  # fmt: skip
     """One segment of one head in reverse, BV value columns: the state gradient at every chunk end, and dS_0."""
     pid = tl.program_id(0)
-    blocks: tl.constexpr = (V + BV - 1) // BV
-    h = (pid // blocks) % H
-    seg = pid // (blocks * H)
+    h, seg = whose(pid, H, V, BV)
     n, lead, start, stop, begin, size = segment_span(seg, cu, chunk_start, length, chunks, segments, per_segment, 64)
     kh = h // (H // KH)
     i = tl.arange(0, 64)
     EXACT: tl.constexpr = q.dtype.element_ty == tl.float32
     ck = tl.arange(0, BK)
-    cv = (pid % blocks) * BV + tl.arange(0, BV)
-    state_at, in_state = state_tile(ck, cv, K, V, BK, BV)
-    dS = tl.zeros([BK, BV], tl.float32)
-    span = tl.zeros([BV], tl.float32)
+    cv, state_at, in_state = own_columns(pid, ck, K, V, BK, BV)
     slot = (seg.to(tl.int64) * H + h) * (K * V)
-    if d_state1 is not None:
-        dS += tl.load(d_state1 + slot + state_at, mask=in_state, other=0.0).to(tl.float32)
+    dS = load_state(d_state1, slot, state_at, in_state, BK, BV)
+    span = tl.zeros([BV], tl.float32)
     for back in range(0, stop - start):
         c = stop - 1 - back
         first = begin + c * 64

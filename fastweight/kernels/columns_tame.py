@@ -21,13 +21,15 @@ import triton.language as tl
 from fastweight.kernels.columns import column_steps
 from fastweight.kernels.gates import load_head
 from fastweight.kernels.tiles import (
+    column_block,
     has_pair,
     load_keys,
     load_tile,
+    own_columns,
     segment_span,
     source_rows,
-    state_tile,
     store_tile,
+    whose,
 )
 
 TAME = tl.constexpr(-60.0)  # least log2 decay of a tame chunk
@@ -71,15 +73,12 @@ def forward(
     whether some chunk was not tame, so that all of this is wrong.
     """
     pid = tl.program_id(0)
-    blocks: tl.constexpr = (V + BV - 1) // BV
-    h = (pid // blocks) % H
-    seg = pid // (blocks * H)
+    h, seg = whose(pid, H, V, BV)
     n, lead, start, stop, begin, size = segment_span(seg, cu, chunk_start, length, chunks, segments, per_segment, 64)
     kh = h // (H // KH)
     b = tl.arange(0, 64)
     ck = tl.arange(0, BK)
-    cv = (pid % blocks) * BV + tl.arange(0, BV)
-    state_at, in_state = state_tile(ck, cv, K, V, BK, BV)
+    cv, state_at, in_state = own_columns(pid, ck, K, V, BK, BV)
     LOW: tl.constexpr = q.dtype.element_ty
     EXACT: tl.constexpr = q.dtype.element_ty == tl.float32
     S = tl.zeros([BV, BK], tl.float32)  # transposed: its rows, the columns of V, stay operands in registers
@@ -101,7 +100,9 @@ def forward(
         energy = tl.sum(x.to(tl.float32) * x.to(tl.float32), axis=1)
         low_S = S.to(LOW)
         if SAVE:
-            tl.store(energies + h.to(tl.int64) * tokens + first + b, energy, mask=live & (pid % blocks == 0))
+            tl.store(
+                energies + h.to(tl.int64) * tokens + first + b, energy, mask=live & (column_block(pid, V, BV) == 0)
+            )
             at_chunk = (lead + c).to(tl.int64) * H + h
             tl.store(states + at_chunk * (K * V) + state_at, tl.trans(low_S), mask=in_state)
         eta, log_decay = column_steps(

@@ -33,11 +33,14 @@ from fastweight.kernels.tiles import (
     decay_rows,
     fade,
     load_keys,
+    load_state,
     load_tile,
+    own_columns,
     segment_span,
     source_rows,
     state_tile,
     store_tile,
+    whose,
 )
 
 
@@ -263,19 +266,14 @@ def forward(
 ):  # fmt: skip
     """One segment of one head, BV value columns: o, the final state, and where given residuals and chunk states."""
     pid = tl.program_id(0)
-    blocks: tl.constexpr = (V + BV - 1) // BV
-    h = (pid // blocks) % H
-    seg = pid // (blocks * H)
+    h, seg = whose(pid, H, V, BV)
     n, lead, start, stop, begin, size = segment_span(seg, cu, chunk_start, length, chunks, segments, per_segment, 64)
     kh = h // (H // KH)
     i = tl.arange(0, 64)
     ck = tl.arange(0, BK)
-    cv = (pid % blocks) * BV + tl.arange(0, BV)
-    state_at, in_state = state_tile(ck, cv, K, V, BK, BV)
-    S = tl.zeros([BK, BV], tl.float32)
+    cv, state_at, in_state = own_columns(pid, ck, K, V, BK, BV)
     slot = (seg.to(tl.int64) * H + h) * (K * V)
-    if state0 is not None:
-        S += tl.load(state0 + slot + state_at, mask=in_state, other=0.0).to(tl.float32)
+    S = load_state(state0, slot, state_at, in_state, BK, BV)
     line = h.to(tl.int64) * tokens
     causal = i[:, None] >= i[None, :]
     if BEFORE:
@@ -330,15 +328,12 @@ def rebuild(
 ):  # fmt: skip
     """The chunk states of one sequence of one head again, BV value columns, from the first one and the residuals."""
     pid = tl.program_id(0)
-    blocks: tl.constexpr = (V + BV - 1) // BV
-    h = (pid // blocks) % H
-    seg = pid // (blocks * H)
+    h, seg = whose(pid, H, V, BV)
     n, lead, start, stop, begin, size = segment_span(seg, cu, chunk_start, length, chunks, segments, per_segment, 64)
     kh = h // (H // KH)
     i = tl.arange(0, 64)
     ck = tl.arange(0, BK)
-    cv = (pid % blocks) * BV + tl.arange(0, BV)
-    state_at, in_state = state_tile(ck, cv, K, V, BK, BV)
+    cv, state_at, in_state = own_columns(pid, ck, K, V, BK, BV)
     S = tl.load(begins + (n.to(tl.int64) * H + h) * (K * V) + state_at, mask=in_state, other=0.0).to(tl.float32)
     line = h.to(tl.int64) * tokens
     for c in range(start, stop):
@@ -365,19 +360,14 @@ def backward_state(
 ):  # fmt: skip
     """One segment of one head in reverse, BV value columns: dS_0, and if asked dY and the chunks' state gradients."""
     pid = tl.program_id(0)
-    blocks: tl.constexpr = (V + BV - 1) // BV
-    h = (pid // blocks) % H
-    seg = pid // (blocks * H)
+    h, seg = whose(pid, H, V, BV)
     n, lead, start, stop, begin, size = segment_span(seg, cu, chunk_start, length, chunks, segments, per_segment, 64)
     kh = h // (H // KH)
     i = tl.arange(0, 64)
     ck = tl.arange(0, BK)
-    cv = (pid % blocks) * BV + tl.arange(0, BV)
-    state_at, in_state = state_tile(ck, cv, K, V, BK, BV)
-    dS = tl.zeros([BK, BV], tl.float32)
+    cv, state_at, in_state = own_columns(pid, ck, K, V, BK, BV)
     slot = (seg.to(tl.int64) * H + h) * (K * V)
-    if d_state1 is not None:
-        dS += tl.load(d_state1 + slot + state_at, mask=in_state, other=0.0).to(tl.float32)
+    dS = load_state(d_state1, slot, state_at, in_state, BK, BV)
     line = h.to(tl.int64) * tokens
     causal = i[:, None] <= i[None, :]
     if BEFORE:

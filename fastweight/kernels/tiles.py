@@ -54,6 +54,20 @@ def segment_span(seg, cu, chunk_start, length, chunks, segments, per_segment, ST
 
 
 @triton.jit
+def whose(pid, H: tl.constexpr, V: tl.constexpr, BV: tl.constexpr):
+    """Head and segment of a program that walks BV value columns; `own_columns` says which."""
+    blocks: tl.constexpr = (V + BV - 1) // BV
+    return (pid // blocks) % H, pid // (blocks * H)
+
+
+@triton.jit
+def column_block(pid, V: tl.constexpr, BV: tl.constexpr):
+    """Which BV value columns a program walks."""
+    blocks: tl.constexpr = (V + BV - 1) // BV
+    return pid % blocks
+
+
+@triton.jit
 def source_rows(previous, first, i, low, high, SHIFT: tl.constexpr):
     """Row whose key each row is paired with (itself, the one before, the last unmasked), and the rows that exist."""
     live = (i >= low) & (i < high)
@@ -110,6 +124,23 @@ def state_tile(ck, cv, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: t
     else:
         keep = tile_mask(ck < K, cv, V, BV)
     return at, keep
+
+
+@triton.jit
+def own_columns(pid, ck, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
+    """Value columns of a program that walks; offsets and mask of its tile of a state."""
+    cv = column_block(pid, V, BV) * BV + tl.arange(0, BV)
+    at, keep = state_tile(ck, cv, K, V, BK, BV)
+    return cv, at, keep
+
+
+@triton.jit
+def load_state(pointer, slot, at, keep, BK: tl.constexpr, BV: tl.constexpr):
+    """A tile of the state that a walk begins with, in float32; zeros if there is none."""
+    S = tl.zeros([BK, BV], tl.float32)
+    if pointer is not None:
+        S += tl.load(pointer + slot + at, mask=keep, other=0.0).to(tl.float32)
+    return S
 
 
 @triton.jit
