@@ -38,7 +38,7 @@ LOWEST = case("falcon-2a", {"decay_floor": 1e-30, "ridge": "scaled"}, shape=(1, 
 
 @interpreted
 def test_interpreted_floor_far_below_the_range_of_a_product(monkeypatch):
-    monkeypatch.setattr("test_kernels.make", decays_or_vanishes)
+    monkeypatch.setattr("tests.kernel_harness.make", decays_or_vanishes)
     check(LOWEST, torch.float32, "cpu")
 
 
@@ -77,7 +77,7 @@ def test_interpreted_chunks_that_forget_little(monkeypatch, test):
     monkeypatch.setattr(launch_columns, "start", start)
     monkeypatch.setattr(launch_columns, "forgets_little", lambda plan, given, d_o, *rest: d_o is given.v)
     if test is BESIDE:
-        monkeypatch.setattr("test_kernels.make", tame_beside_wild)
+        monkeypatch.setattr("tests.kernel_harness.make", tame_beside_wild)
     check(test, torch.float32, "cpu")
     assert walks == [columns_tame.forward, columns.forward]
     assert noted == [[0, 1]] if test is BESIDE else not any(noted[0])
@@ -139,13 +139,13 @@ class TestOnDevice:
 
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
     def test_floor_far_below_the_range_of_a_product(self, monkeypatch, dtype):
-        monkeypatch.setattr("test_kernels.make", decays_or_vanishes)
+        monkeypatch.setattr("tests.kernel_harness.make", decays_or_vanishes)
         check(at(LOWEST, 1, 140, 1, 1, 64, 64), dtype, "cuda")
 
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
     @pytest.mark.parametrize("width", [64, 128])
     def test_tame_beside_wild(self, monkeypatch, width, dtype):
-        monkeypatch.setattr("test_kernels.make", tame_beside_wild)
+        monkeypatch.setattr("tests.kernel_harness.make", tame_beside_wild)
         check(at(BESIDE, 1, 330, 1, 2, width, width), dtype, "cuda")
 
     @pytest.mark.parametrize("ridge", [0.1, 1.0])

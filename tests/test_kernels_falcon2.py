@@ -48,7 +48,7 @@ LOWEST = case("falcon-2", {"decay_floor": 1e-30, "ridge": "scaled"}, shape=(1, 1
 
 @interpreted
 def test_interpreted_floor_far_below_the_range_of_a_product(monkeypatch):
-    monkeypatch.setattr("test_kernels.make", decays_or_vanishes)
+    monkeypatch.setattr("tests.kernel_harness.make", decays_or_vanishes)
     check(LOWEST, torch.float32, "cpu")
 
 
@@ -172,7 +172,7 @@ class TestOnDevice:
 
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
     def test_floor_far_below_the_range_of_a_product(self, monkeypatch, dtype):
-        monkeypatch.setattr("test_kernels.make", decays_or_vanishes)
+        monkeypatch.setattr("tests.kernel_harness.make", decays_or_vanishes)
         check(at(LOWEST, 1, 140, 1, 1, 64, 64), dtype, "cuda")
 
     def test_more_chunks_than_programs_and_twice_the_same(self):
