@@ -3,6 +3,9 @@
 Bytes kept are counted through the saved-tensor hooks of autograd, one count per storage. Peak memory is the growth of
 the process's high-water mark, which also sees what the hooks cannot (temporaries, tensors kept elsewhere).
 
+`Allocations` follows every tensor that an operator hands out, also of fake tensors, whose steps cost nothing: what a
+device will need, before there is one.
+
 Traps: the high-water mark is a Linux facility and reads 0 elsewhere; the allocator keeps freed pages, so they are
 handed back first.
 """
@@ -11,11 +14,15 @@ import contextlib
 import ctypes
 import gc
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 
 def saved_bytes(forward: Callable[[], Tensor]) -> int:
@@ -52,6 +59,35 @@ def peak_bytes(call: Callable[[], object]) -> int:
     before = _high_water_mark()
     call()
     return max(_high_water_mark() - before, 0)
+
+
+class Allocations(TorchDispatchMode):
+    """Inside, `live` is the sum of the storages that operators have made and that are still there, `peak` its maximum;
+    what operators allocate and free inside is not seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._known: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                self._count(tensor.untyped_storage())
+        return result
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        name = storage._cdata
+        if name in self._known:
+            return
+        self._known[name] = storage.nbytes()
+        self.live += storage.nbytes()
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._forget, name)
+
+    def _forget(self, name: int) -> None:
+        self.live -= self._known.pop(name)
 
 
 def exponent(lengths: Sequence[int], totals: Sequence[float]) -> float:

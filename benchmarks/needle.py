@@ -1,0 +1,186 @@
+"""Recall against distance: pairs hidden in filler, asked for at the end: `python -m benchmarks.needle`.
+
+    results/long-context/needle.json, needle.png     share of right answers by distance, for each model
+
+A row of T tokens is filler; N keys, each followed by its value, stand at random places, and the last 2 N tokens ask for
+every key once: the token after a question is to be the key's value. Small models are trained on --tokens with distances
+drawn evenly on a log scale, and asked over distances up to --longest, which they have never seen.
+
+Traps: the answer is asked for, not shown, so recall cannot come from copying; keys of a row are different tokens, and
+filler is neither key nor value; chance is 1 / VALUES. A memory that forgets by itself (a carry below 1 at filler) shows
+as a curve that falls with distance, one that is full shows as a low curve.
+"""
+
+import argparse
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastweight.models import FastWeightConfig, FastWeightForCausalLM
+from fastweight.recipes import Optimizer
+from fastweight.training.groups import parameter_groups
+
+FILLERS, KEYS, VALUES, PAIRS = 32, 64, 32, 4
+VOCAB = FILLERS + KEYS + VALUES
+EXTRA: dict[str, dict[str, Any]] = {"": {}, ".3": {"step": "direct", "qk_norm": "rms"}}
+
+
+class Rows(NamedTuple):
+    """Tokens [B, T], the answers [B, N], and how far behind its question each pair lies [B, N]."""
+
+    ids: Tensor
+    answers: Tensor
+    distances: Tensor
+
+
+def draw(rows: int, tokens: int, random: torch.Generator) -> Rows:
+    """Pairs at distances that are spread evenly over their logarithms, each pair on two places of its own."""
+    end = tokens - 2 * PAIRS
+    ids = torch.randint(FILLERS, (rows, tokens), generator=random)
+    slots = end // 2  # pair places, counted backwards from the questions
+    place = torch.exp(torch.rand(rows, PAIRS, generator=random) * math.log(slots)).long().clamp(max=slots)
+    place = _apart(place.sort(-1).values, slots)  # 1 .. slots
+    order = torch.rand(rows, PAIRS, generator=random).argsort(-1)
+    place, at = place.gather(-1, order), end - 2 * place.gather(-1, order)
+    keys = FILLERS + torch.rand(rows, KEYS, generator=random).argsort(-1)[:, :PAIRS]
+    values = FILLERS + KEYS + torch.randint(VALUES, (rows, PAIRS), generator=random)
+    ids.scatter_(1, at, keys).scatter_(1, at + 1, values)
+    asked = torch.rand(rows, PAIRS, generator=random).argsort(-1)
+    questions = end + 2 * torch.arange(PAIRS)
+    ids[:, questions] = keys.gather(-1, asked)
+    return Rows(ids, values.gather(-1, asked), questions - at.gather(-1, asked))
+
+
+def _apart(place: Tensor, slots: int) -> Tensor:
+    """Sorted places moved up where two are the same, and down again where that led past the end."""
+    for i in range(1, place.shape[1]):
+        place[:, i] = torch.maximum(place[:, i], place[:, i - 1] + 1)
+    for i in range(place.shape[1] - 1, -1, -1):
+        place[:, i] = place[:, i].clamp(max=slots - (place.shape[1] - 1 - i))
+    return place
+
+
+def answered(model: Any, ids: Tensor) -> Tensor:
+    """Logits [B, N, vocab] behind the questions."""
+    hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
+    return model.lm_head(hidden[:, -2 * PAIRS :: 2])
+
+
+def model_of(mixer: str, width: int, layers: int) -> Any:
+    """A small model; ".3" as in the recipes: RMS-normalised keys, and the token emits the step itself."""
+    name, dot, _ = mixer.partition(".")
+    settings = {"hidden_size": width, "intermediate_size": 2 * width, "num_attention_heads": max(width // 64, 1)}
+    settings |= {"vocab_size": VOCAB, "num_hidden_layers": layers, "initializer_range": 0.5 * width**-0.5}
+    torch.manual_seed(0)
+    return FastWeightForCausalLM(FastWeightConfig(mixer=name, **settings, **EXTRA[".3" if dot else ""]))
+
+
+def train(model: Any, tokens: int, rows: int, steps: int, rate: float, limit: float) -> dict[str, Any]:
+    """AdamW with warm-up and cosine on fresh rows, until `steps` or `limit` seconds; how far it came."""
+    device = next(model.parameters()).device
+    optimizer = torch.optim.AdamW(parameter_groups(model, Optimizer(learning_rate=rate)), betas=(0.9, 0.95))
+    random, begun = torch.Generator().manual_seed(1), time.monotonic()
+    warm, told, loss, step = max(steps // 20, 1), begun, torch.zeros(()), 0
+    for step in range(1, steps + 1):
+        progress = max(step / steps, (time.monotonic() - begun) / limit)
+        for group in optimizer.param_groups:
+            group["lr"] = rate * min(step / warm, 0.5 + 0.5 * math.cos(math.pi * min(progress, 1)))
+        batch = draw(rows, tokens, random)
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            logits = answered(model, batch.ids.to(device))
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), batch.answers.flatten().to(device))
+        loss.backward()
+        loss = loss.detach()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        now = time.monotonic()
+        if now - told > 10 or step == steps:
+            told, left = now, min((now - begun) / step * (steps - step), limit - (now - begun))
+            print(f"step {step} of {steps}, loss {float(loss):.3f}, {left:.0f} s left", flush=True)
+        if now - begun > limit:
+            break
+    return {"steps": step, "seconds": round(time.monotonic() - begun, 1), "loss": round(float(loss), 4)}
+
+
+@torch.no_grad()
+def recall(model: Any, longest: int, problems: int, rows: int) -> list[dict[str, float]]:
+    """Share of right answers by distance (between powers of two), over rows of `longest` tokens."""
+    device, random = next(model.parameters()).device, torch.Generator().manual_seed(2)
+    model.eval()
+    bins: dict[int, list[int]] = {}
+    for _ in range(-(-problems // rows)):
+        batch = draw(rows, longest, random)
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            right = answered(model, batch.ids.to(device)).argmax(-1).cpu() == batch.answers
+        for distance, hit in zip(batch.distances.flatten().tolist(), right.flatten().tolist(), strict=True):
+            count = bins.setdefault(distance.bit_length() - 1, [0, 0])
+            count[0] += hit
+            count[1] += 1
+    return [
+        {"distance": 2**power, "right": hits / total, "asked": total} for power, (hits, total) in sorted(bins.items())
+    ]
+
+
+def draw_curves(results: list[dict[str, Any]], tokens: int, path: Path) -> None:
+    """Recall against distance; the bars are one standard error; a line marks what training has shown."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 3.8))
+    for result in results:
+        x = [1.4 * point["distance"] for point in result["curve"]]
+        y = [point["right"] for point in result["curve"]]
+        wide = [math.sqrt(max(p * (1 - p), 1e-4) / point["asked"]) for p, point in zip(y, result["curve"], strict=True)]
+        axes.errorbar(x, y, wide, marker="o", markersize=3, capsize=2, label=result["model"])
+    axes.axvline(tokens, color="#8a94a6", linestyle="--")
+    axes.text(tokens, 1.03, " longest in training", fontsize=8, color="#5b6472")
+    axes.axhline(1 / VALUES, color="#8a94a6", linestyle=":")
+    axes.text(2, 1 / VALUES + 0.015, "chance", fontsize=8, color="#5b6472")
+    axes.set(xscale="log", ylim=(0, 1.1), xlabel="tokens between pair and question", ylabel="right answers")
+    axes.set_xscale("log", base=2)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--models", default="falcon-1.3,falcon-1a.3")
+    parser.add_argument("--tokens", type=int, default=1024, help="of a row in training")
+    parser.add_argument("--longest", type=int, default=65_536, help="of a row in the test")
+    parser.add_argument("--rows", type=int, default=32, help="of a training step")
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--rate", type=float, default=2e-3, help="learning rate")
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--problems", type=int, default=128, help="rows of the test")
+    parser.add_argument("--test-rows", type=int, default=8, help="rows at a time")
+    parser.add_argument("--limit", type=float, default=600, help="seconds of training for each model")
+    parser.add_argument("--out", type=Path, default=Path("results/long-context"))
+    chosen = parser.parse_args(arguments)
+    device, results = "cuda" if torch.cuda.is_available() else "cpu", []
+    for name in chosen.models.split(","):
+        model = model_of(name, chosen.width, chosen.layers).to(device).train()
+        seen = train(model, chosen.tokens, chosen.rows, chosen.steps, chosen.rate, chosen.limit)
+        curve = recall(model, chosen.longest, chosen.problems, chosen.test_rows)
+        results.append({"model": name} | seen | {"curve": curve})
+        print(name, seen, " ".join(f"{point['distance']}: {point['right']:.2f}" for point in curve), flush=True)
+        chosen.out.mkdir(parents=True, exist_ok=True)
+        sizes = {"tokens": chosen.tokens, "width": chosen.width, "layers": chosen.layers, "device": device}
+        (chosen.out / "needle.json").write_text(json.dumps(sizes | {"results": results}, indent=1) + "\n")
+        draw_curves(results, chosen.tokens, chosen.out / "needle.png")
+
+
+if __name__ == "__main__":
+    main()
