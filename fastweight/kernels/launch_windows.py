@@ -1,8 +1,11 @@
 """Host side of regression over a window: allocates, and launches windows_maps.py, windows.py and its gradient.
 
 Saved for the backward pass besides the inputs: a block's maps (16 KB of float32, half of it in bfloat16) and its first
-state. Steps and facts of tokens are measured again. Trap: float16 has no range for maps, which hold steps: they
-are float32 there.
+state. Steps and facts of tokens are measured again.
+
+Traps: float16 has no range for maps, which hold steps: they are float32 there. With tiles of 16 pairs the assembler of
+Triton 3.6 (ptxas 12.8) takes the address of a product's operand in shared memory from a register that holds the number
+of the program, or an argument: wrong gradients of beta and lambda in small calls, illegal addresses in large ones.
 """
 
 from dataclasses import dataclass
@@ -26,7 +29,7 @@ from fastweight.kernels.launch import (
 from fastweight.kernels.start import start
 
 ROWS = 64  # (token, pair of its window) of a block, at most
-PAIRS = 32  # of a block, and the tile that holds them: with tiles of 16 gradients came out wrong on Hopper
+PAIRS = 32  # of a block, and the tile that holds them; not 16, see the trap above
 
 
 @dataclass(frozen=True)

@@ -229,7 +229,9 @@ def backward_token(
         d_x = tl.dot(dg, x, acc=d_x, input_precision=DOT)
         d_x = tl.dot(dp_flip, qt, acc=d_x, input_precision=DOT)
         mine = pair & own_pairs(i, high, TOKENS)
-        store_key_gradient(d_k, d_key0, d_x, None, source, mine, first, i, low, high, n, h, ck, H, K, SHIFT, BK)
+        # The zero of a sequence's last token is its own block's to write, though earlier ones have a row for it.
+        store_key_gradient(d_k, d_key0, d_x, None, source, mine, first, i, low,
+                           tl.where(high > TOKENS, PAIRS + 1, high), n, h, ck, H, K, SHIFT, BK)  # fmt: skip
         d_x = tl.where(pair[:, None], d_x, 0.0)
         store_tile(shared, d_x, block.to(tl.int64) * SHARED, t, h, ck, t < HALO, H, K, BK)
 
