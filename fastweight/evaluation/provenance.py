@@ -1,5 +1,6 @@
 """Where and by what a result was made: command, device, versions, commit, date; plain text for JSON and tables."""
 
+import os
 import platform
 import subprocess
 import time
@@ -9,7 +10,7 @@ import torch
 
 
 def made_by(command: str) -> dict[str, str]:
-    """What stands beside every result; the commit is "unknown" outside a checkout."""
+    """What stands beside every result."""
     devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
         "command": command,
@@ -21,10 +22,11 @@ def made_by(command: str) -> dict[str, str]:
 
 
 def commit() -> str:
-    """The short commit of the checkout that this package runs from."""
+    """The short commit of the checkout that this package runs from; of a copy without its history, what
+    FASTWEIGHT_COMMIT says, else "unknown"."""
     folder = Path(__file__).resolve().parents[2]
     try:
         asked = ["git", "-C", str(folder), "rev-parse", "--short", "HEAD"]
         return subprocess.run(asked, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
     except (OSError, subprocess.SubprocessError):
-        return "unknown"
+        return os.environ.get("FASTWEIGHT_COMMIT", "unknown")
