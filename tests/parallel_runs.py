@@ -18,9 +18,9 @@ import torch.distributed as dist
 from rich.console import Console
 
 import fastweight as fw
-from fastweight.kernels import launch_solve
+from fastweight.kernels import launch_additive, launch_solve
 from fastweight.kernels.launch import Walk
-from fastweight.memory import relay
+from fastweight.memory import borders, relay
 from fastweight.models.cache import CACHE_NAME
 from fastweight.parallel import context_parallel
 from fastweight.training import train
@@ -204,15 +204,42 @@ def compare_models(mixer: str, B: int, cu_seqlens=None, padded: bool = False, ch
 
 
 def kernels(rank: int, size: int) -> None:
-    """The exchange inside the kernels, in Triton's interpreter, with two pieces on each rank."""
+    """The exchange inside the kernels, in Triton's interpreter, with two pieces on each of two ranks."""
     importlib.import_module("tests.interpreter")  # mends what the interpreter lacks
-    taken: list[bool] = []
-    fits = relay.fits
-    relay.fits = lambda *call: taken.append(fits(*call)) or taken[-1]
-    engine = launch_solve._engine
-    launch_solve._engine = lambda given, where, *_: (engine(given, where)[0], Walk(where, 3, 1))
-    compare("kernels", fw.RULES["falcon-1"], torch.float32, B=1, T=70, heads=(1, 1), here="triton")
-    assert taken == [True], taken
+    for module in (launch_solve, launch_additive):
+        engine = module._engine
+        module._engine = lambda given, where, *_, engine=engine: (engine(given, where)[0], Walk(where, 3, 1))
+    served: list[str] = []
+    for module in (borders, relay):
+        fits = module.fits
+        module.fits = lambda *call, module=module, fits=fits: fits(*call) and not served.append(module.__name__)
+    for name, options, T in MIDDLE if size > 2 else ENDS:
+        compare(
+            f"{name} {options}", fw.RULES[name].replace(**options), torch.float32, 1, T, heads=(1, 1), here="triton"
+        )
+    if size > 2:
+        compare(
+            "grouped heads", fw.RULES["falcon-3a"].replace(window=2), torch.float32, 2, 5, heads=(1, 2), here="triton"
+        )
+        compare("fresh", fw.RULES["falcon-1"], torch.float32, 1, 9, state=False, heads=(1, 1), here="triton")
+    assert served == [borders.__name__] * (len(MIDDLE) + 2 if size > 2 else len(ENDS)), served
+    if size == 2:
+        borders.fits = lambda *call: False
+        compare("relay", fw.RULES["falcon-1"], torch.float32, B=1, T=70, heads=(1, 1), here="triton")
+        assert served[-1] == relay.__name__
+
+
+ENDS: list[tuple[str, dict[str, Any], int]] = [
+    ("falcon-1", {"ridge": "scaled"}, 66),
+    ("falcon-1a", {}, 66),
+    ("falcon-3a", {}, 66),
+    ("falcon-3a", {"pairing": "same-step", "window": 3, "step": "direct"}, 20),
+]
+MIDDLE: list[tuple[str, dict[str, Any], int]] = [
+    ("falcon-1", {"pairing": "same-step"}, 9),
+    ("falcon-1a", {"step": "direct"}, 9),
+    ("falcon-3a", {"ridge": "scaled"}, 9),
+]
 
 
 PARTS = {"op": op, "model": model, "kernels": kernels}

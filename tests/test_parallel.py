@@ -41,8 +41,9 @@ def test_the_op_and_models_over_ranks(parts, size):
 
 
 @pytest.mark.slow
-def test_the_exchange_inside_the_kernels():
-    run("kernels", "2", TRITON_INTERPRET="1")
+@pytest.mark.parametrize("size", ["2", "3"])
+def test_the_exchange_inside_the_kernels(size):
+    run("kernels", size, TRITON_INTERPRET="1")
 
 
 @pytest.mark.slow
