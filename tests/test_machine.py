@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.kernel_harness import Case, case, check
+from tests.kernel_harness import Case, case, check, kernel, make, outcome, surroundings
 from tests.machine import Hazard, start
+from tests.machine.units import Tma
 
 pytest.importorskip("triton")
 
@@ -87,6 +88,61 @@ def test_sequences_in_pieces(rule, monkeypatch):
     monkeypatch.setattr(launch_additive, "HOPPER", launch_additive.HOPPER._replace(walk_of=three))
     monkeypatch.setattr(launch_hopper, "walk_of", three)
     check(case(rule, shape=(1, 200, 1, 1, 64, 64), state=True), torch.bfloat16, "cpu")
+
+
+def copies_of(monkeypatch) -> list[int]:
+    """Grows by one for every tile that is copied in."""
+    copied: list[int] = []
+    real = Tma.async_copy_global_to_shared
+
+    def counted(desc, coords, barrier, shared, pred=True):
+        copied.extend([1] * bool(pred))
+        real(desc, coords, barrier, shared, pred)
+
+    monkeypatch.setattr(Tma, "async_copy_global_to_shared", staticmethod(counted))
+    return copied
+
+
+FADING = [
+    (case("falcon-1", shape=(1, 500, 1, 1, 64, 64), ridge=60.0), True),
+    (case("falcon-1", {"step": "direct"}, shape=(1, 500, 1, 1, 64, 64), state=True, ridge=1.5), True),
+    (case("delta", shape=(1, 500, 1, 1, 64, 64), state=True, ridge=1.5), True),
+    (case("falcon-1", {"timing": "read-before-write"}, shape=(1, 500, 1, 1, 64, 64), no_gates=True), False),
+]
+
+
+@pytest.mark.parametrize(("test", "fades"), FADING, ids=lambda value: getattr(value, "rule", ""))
+def test_what_fades_is_passed_over_and_nothing_changes(test, fades, monkeypatch):
+    """Bit for bit, from fewer tiles where decays are strong, and from all of them where nothing fades."""
+    monkeypatch.setattr(launch_hopper, "walk_of", lambda where, _: launch.Walk(where, 2, 4))
+    copied = copies_of(monkeypatch)
+    inputs, around = make(test, torch.bfloat16, "cpu"), surroundings(test, "cpu")
+    random = torch.Generator().manual_seed(3)
+    pull = torch.randn(1, 500, 1, 64, generator=random).bfloat16(), torch.randn(1, 1, 64, 64, generator=random)
+    expected = outcome(kernel, test, inputs, around, pull)
+    whole = len(copied)
+    monkeypatch.setenv(unproven.SWITCH, "1")
+    for part, value in outcome(kernel, test, inputs, around, pull).items():
+        assert torch.equal(value, expected[part]), part
+    read = len(copied) - whole
+    # Without fading only the first piece's walk from nothing in reverse, which nobody asks for, is left out.
+    assert read < whole - 4 * 4 if fades else read == whole - 4 * 4
+
+
+def test_what_lives_on_along_its_keys_is_not_passed_over(monkeypatch):
+    """Gains near 2 and one key: gamma is 0.005, but along the key 0.99 is left a token, with turning signs."""
+    test = case("falcon-1", shape=(1, 140, 1, 1, 64, 64), state=True)
+    monkeypatch.setattr(launch_hopper, "walk_of", lambda where, _: launch.Walk(where, 3, 1))
+    inputs, around = make(test, torch.bfloat16, "cpu"), surroundings(test, "cpu")
+    key = torch.randn(64, generator=torch.Generator().manual_seed(5)).bfloat16()
+    inputs["k"] = key.expand(1, 140, 1, 64).clone()
+    inputs["beta"] = torch.full((1, 140, 1), 1.99)
+    inputs["gate"] = torch.full((1, 140, 1), float(key.float().square().sum()))
+    pull = torch.ones(1, 140, 1, 64).bfloat16(), torch.ones(1, 1, 64, 64)
+    expected = outcome(kernel, test, inputs, around, pull)
+    monkeypatch.setenv(unproven.SWITCH, "1")
+    for part, value in outcome(kernel, test, inputs, around, pull).items():
+        assert torch.equal(value, expected[part]), part
 
 
 KERNEL = Path(launch_hopper.__file__).with_name("hopper_additive_backward.py")

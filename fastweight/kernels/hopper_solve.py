@@ -45,7 +45,9 @@ from fastweight.kernels.hopper_walk import (
     state_offsets,
     weigh,
     whose,
+    within_reach,
 )
+from fastweight.kernels.reach import FADED
 
 
 @gluon.jit(do_not_specialize=["length", "chunks", "tokens", "segments", "per_segment"])
@@ -157,14 +159,15 @@ def forward(
 
 @gluon.jit(do_not_specialize=["length", "chunks", "tokens", "segments", "per_segment"])
 def advance(
-    k_desc, v_desc, inverse_desc, eta, decay, local, maps,
+    k_desc, v_desc, inverse_desc, eta, decay, leaves, totals, local, maps,
     length, chunks, tokens, segments, per_segment,
     H: gl.constexpr, KH: gl.constexpr, K: gl.constexpr, V: gl.constexpr, SHIFT: gl.constexpr,
     DECAYED: gl.constexpr, STAGES: gl.constexpr, SKIP: gl.constexpr,
 ):  # fmt: skip
     """What a segment does to any state, S -> maps S + local: 64 columns from zero, or of the identity.
 
-    All segments but one of each sequence: the first if SKIP, which nothing precedes, else the last.
+    All segments but one of each sequence: the first if SKIP, which nothing precedes, else the last. With `leaves`
+    chunks are passed over of which nothing is left at the segment's end, and `totals` says what each segment leaves.
     """
     dtype: gl.constexpr = k_desc.dtype
     rows: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -175,6 +178,13 @@ def advance(
     block, h, seg = whose(gl.program_id(0), blocks, H)
     seg += seg // (segments - 1) + SKIP
     n, start, count = span(seg, chunks, segments, per_segment)
+    if leaves is not None:
+        needed, total = within_reach(leaves, n * chunks, h, start, count, H, True)
+        if block >= value_blocks:
+            needed = gl.where(total > FADED, count, 0)
+            gl.store(totals + seg.to(gl.int64) * H + h, total)
+        start += gl.where(needed > 0, count - needed, 0)
+        count = needed
     line = h.to(gl.int64) * tokens + n.to(gl.int64) * length
     slot = (n * chunks + start) * H + h
     key_at = h // (H // KH) * K
@@ -196,6 +206,8 @@ def advance(
     ck = gl.arange(0, K, layout=gl.SliceLayout(0, wide))[None, :]
     cv = gl.arange(0, 64, layout=gl.SliceLayout(1, wide))[:, None] + (block - value_blocks) * 64
     S = gl.where((ck == cv) & is_map, 1.0, 0.0)
+    if leaves is not None:
+        S = gl.where(count > 0, S, 0.0)
     none = gl.zeros([64, 64], gl.float32, rows)
 
     for c in range(0, count):
@@ -238,12 +250,16 @@ def advance(
 
 @gluon.jit(do_not_specialize=["length", "chunks", "tokens", "segments", "per_segment"])
 def backward_state(
-    k_desc, q_desc, d_o_desc, inverse_desc, d_y_desc, d_states_desc, eta, decay, d_state1, d_state0,
+    k_desc, q_desc, d_o_desc, inverse_desc, d_y_desc, d_states_desc, eta, decay, leaves, d_state1, d_state0,
     length, chunks, tokens, segments, per_segment,
     H: gl.constexpr, KH: gl.constexpr, K: gl.constexpr, V: gl.constexpr, SHIFT: gl.constexpr,
     DECAYED: gl.constexpr, BEFORE: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """One segment of one head in reverse, 64 value columns: dS_0, and if asked dY and the chunks' state gradients."""
+    """One segment of one head in reverse, 64 value columns: dS_0, and if asked dY and the chunks' state gradients.
+
+    With `leaves` all segments but the first of each sequence, and chunks are passed over of which nothing is felt at
+    the segment's start.
+    """
     dtype: gl.constexpr = k_desc.dtype
     WHOLE: gl.constexpr = DECAYED and not BEFORE
     rows: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -251,7 +267,11 @@ def backward_state(
     left: gl.constexpr = gl.DotOperandLayout(0, rows, 2)
     tall: gl.constexpr = gl.NVMMASharedLayout.get_default_for([K, 64], dtype)
     block, h, seg = whose(gl.program_id(0), V // 64, H)
+    if leaves is not None:
+        seg += seg // (segments - 1) + 1
     n, start, count = span(seg, chunks, segments, per_segment)
+    if leaves is not None:
+        count, _total = within_reach(leaves, n * chunks, h, start, count, H, False)
     line = h.to(gl.int64) * tokens + n.to(gl.int64) * length
     last = start + count - 1
     slot = (n * chunks + last) * H + h

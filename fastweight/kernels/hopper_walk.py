@@ -18,6 +18,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
+from fastweight.kernels.reach import FADED
+
 # What `rates_of` holds of every token.
 FELT = gl.constexpr(0)  # decay up to it, as its residual sees the state
 KEPT = gl.constexpr(1)  # its step, as the chunk's end sees it
@@ -128,6 +130,30 @@ def span(seg, chunks, segments, per_segment):
     n = seg // segments
     start = (seg - n * segments) * per_segment
     return n, start, gl.minimum(start + per_segment, chunks) - start
+
+
+@gluon.jit
+def _add(a, b):
+    return a + b
+
+
+@gluon.jit
+def within_reach(left, lead, h, start, count, H: gl.constexpr, BACK: gl.constexpr):
+    """How many chunks of a segment matter at its start (its end, if BACK), and log2 of what all of it leaves.
+
+    left: what each chunk leaves, of reach.py; lead: number of the sequence's first chunk.
+    """
+    lane = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    needed = count * 0
+    total = 0.0
+    for at in range(0, count, 128):
+        far = at + lane
+        c = start + count - 1 - far if BACK else start + far
+        here = gl.load(left + (lead + c).to(gl.int64) * H + h, mask=far < count, other=0.0)
+        between = total + gl.associative_scan(here, 0, _add) - here
+        needed = gl.maximum(needed, gl.max(gl.where((far < count) & (between > FADED), far + 1, 0), axis=0))
+        total += gl.sum(here, axis=0)
+    return needed, total
 
 
 @gluon.jit

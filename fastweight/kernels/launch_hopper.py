@@ -7,14 +7,15 @@ FASTWEIGHT_HOPPER=0 leaves every call to the plain kernels, to tell the two apar
 import importlib.util
 import os
 from functools import cache, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
+from fastweight.kernels import unproven
 from fastweight.kernels.geometry import Geometry
-from fastweight.kernels.launch import FEW_PROGRAMS, LEAST_CHUNKS, Inputs, Plan, Walk, gate_flags, start
+from fastweight.kernels.launch import FEW_PROGRAMS, LEAST_CHUNKS, Inputs, Plan, Walk, gate_flags, start, wide
 
 RELEASES = ("3.6",)
 SWITCH = "FASTWEIGHT_HOPPER"  # environment variable: "0" for the plain kernels everywhere
@@ -104,7 +105,9 @@ def walk_of(where: Geometry, given: Inputs) -> Walk:
     programs = where.sequences * H * (V // 64)
     if programs >= FEW_PROGRAMS or where.chunks < LEAST_CHUNKS:
         return Walk(where, 1, 2**30)
-    pieces = min(WALKING // programs, 1 + ADVANCING // (where.sequences * H * ((K + V) // 64)), where.chunks // 4)
+    pieces = min(WALKING // programs, where.chunks // 4)
+    if not unproven.asked_for():
+        pieces = min(pieces, 1 + ADVANCING // (where.sequences * H * ((K + V) // 64)))
     length = -(-where.chunks // pieces) if pieces > 2 else where.chunks
     return Walk(where, -(-where.chunks // length), length)
 
@@ -148,6 +151,30 @@ def prepare(plan: Plan, given: Inputs, where: Geometry) -> tuple[tuple[Tensor, T
     return (rates[0], rates[1]), inverse
 
 
+class Reach(NamedTuple):
+    """log2 of what is left of a state, at most: by every chunk [chunks, H], and by every piece [pieces, H]."""
+
+    chunks: Tensor
+    pieces: Tensor
+
+
+def reach(plan: Plan, given: Inputs, walk: Walk, rates: tuple[Tensor, Tensor]) -> Reach | None:
+    """For calls that pass over what fades (reach.py); `advance` fills the pieces."""
+    if not unproven.asked_for():
+        return None
+    from fastweight.kernels.reach import bound
+
+    where, H = walk.where, given.v.shape[2]
+    found = Reach(rates[0].new_empty(where.slots, H), rates[0].new_empty(where.sequences * walk.segments, H))
+    start(
+        bound, (where.slots, H),
+        given.k, given.beta, *rates, found.chunks, where.length, where.chunks, where.tokens,
+        BK=wide(given.k.shape[3]), SHIFT=int(plan.shift), GIVEN=plan.raw or plan.direct, DECAYED=plan.decayed,
+        **given.widths, num_warps=2,
+    )  # fmt: skip
+    return found
+
+
 def forward(
     plan: Plan, given: Inputs, walk: Walk, rates: tuple[Tensor, Tensor], inverse: Tensor, state0: Tensor | None,
     o: Tensor, state1: Tensor, residual: Tensor | None, states: Tensor | None,
@@ -168,33 +195,40 @@ def forward(
 
 def advance(
     plan: Plan, given: Inputs, walk: Walk, rates: tuple[Tensor, Tensor], inverse: Tensor, local: Tensor | None,
-    maps: Tensor,
+    maps: Tensor, left: Reach | None = None,
 ) -> None:  # fmt: skip
-    """Fills maps, and local if given, but for the piece that nothing follows (without local, in reverse)."""
+    """Fills maps, and local if given, but for the piece that nothing follows (without local, in reverse).
+
+    left: of `reach`.
+    """
     from fastweight.kernels import hopper_solve
 
     K, V = given.q.shape[3], given.v.shape[3]
     columns = K // 64 + (0 if local is None else V // 64)
     start(
         hopper_solve.advance, (walk.where.sequences * (walk.segments - 1) * given.v.shape[2] * columns,),
-        tiles(given.k, K), tiles(given.v, 64), blocks(inverse, 64), *rates, local, maps, *_span(walk),
-        **_options(plan, given, SKIP=int(local is None)), maxnreg=ADVANCE_REGISTERS,
+        tiles(given.k, K), tiles(given.v, 64), blocks(inverse, 64), *rates, *(left or (None, None)), local, maps,
+        *_span(walk), **_options(plan, given, SKIP=int(local is None)), maxnreg=ADVANCE_REGISTERS,
     )  # fmt: skip
 
 
 def backward_state(
     plan: Plan, given: Inputs, walk: Walk, rates: tuple[Tensor, Tensor], inverse: Tensor, d_o: Tensor,
-    d_end: Tensor | None, d_start: Tensor | None, kept: tuple[Tensor, Tensor] | None,
+    d_end: Tensor | None, d_start: Tensor | None, kept: tuple[Tensor, Tensor] | None, left: Reach | None = None,
 ) -> None:  # fmt: skip
-    """Fills d_start if given, and `kept`, dY and the chunks' state gradients, if given."""
+    """Fills d_start if given, and `kept`, dY and the chunks' state gradients, if given.
+
+    left: of `reach`, for a walk without those, which then leaves out the piece that nothing precedes.
+    """
     from fastweight.kernels import hopper_solve
 
     K, H, V = given.q.shape[3], given.v.shape[2], given.v.shape[3]
     d_y = None if kept is None else tiles(kept[0], 64)
     d_states = None if kept is None else blocks(kept[1], K)
+    pieces = walk.where.sequences * (walk.segments if left is None else walk.segments - 1)
     start(
-        hopper_solve.backward_state, (walk.where.sequences * walk.segments * H * (V // 64),),
+        hopper_solve.backward_state, (pieces * H * (V // 64),),
         tiles(given.k, K), tiles(given.q, K), tiles(d_o, 64), blocks(inverse, 64), d_y, d_states, *rates,
-        None if d_end is None else d_end.contiguous(), d_start, *_span(walk),
+        left and left.chunks, None if d_end is None else d_end.contiguous(), d_start, *_span(walk),
         **_options(plan, given, BEFORE=plan.before),
     )  # fmt: skip

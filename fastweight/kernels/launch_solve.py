@@ -37,6 +37,7 @@ class Engine(NamedTuple):
     """What a call goes through before and while its chunks are walked; see launch_hopper for the arguments."""
 
     prepare: Callable[..., tuple[tuple[Tensor, Tensor], Tensor]]
+    reach: Callable[..., launch_hopper.Reach | None]
     forward: Callable[..., None]
     advance: Callable[..., None]
     backward_state: Callable[..., None]
@@ -85,7 +86,7 @@ def _forward(plan, given, walk, rates, inverse, state0, o, state1, residual, sta
     )  # fmt: skip
 
 
-def _advance(plan, given, walk, rates, inverse, local, maps) -> None:
+def _advance(plan, given, walk, rates, inverse, local, maps, left=None) -> None:
     columns = _columns(given.q.shape[3], given) + (0 if local is None else _columns(given.v.shape[3], given))
     start(
         solve.advance, _programs(walk, given, columns),
@@ -94,7 +95,7 @@ def _advance(plan, given, walk, rates, inverse, local, maps) -> None:
     )  # fmt: skip
 
 
-def _backward_state(plan, given, walk, rates, inverse, d_o, d_end, d_start, kept) -> None:
+def _backward_state(plan, given, walk, rates, inverse, d_o, d_end, d_start, kept, left=None) -> None:
     d_y, d_states = kept or (None, None)
     start(
         solve.backward_state, _programs(walk, given, _columns(given.v.shape[3], given)),
@@ -117,8 +118,14 @@ def _backward_token(plan, given, where, d_o, saved, out) -> None:
     )  # fmt: skip
 
 
-PLAIN = Engine(_prepare, _forward, _advance, _backward_state)
-HOPPER = Engine(launch_hopper.prepare, launch_hopper.forward, launch_hopper.advance, launch_hopper.backward_state)
+PLAIN = Engine(_prepare, lambda *_: None, _forward, _advance, _backward_state)
+HOPPER = Engine(
+    launch_hopper.prepare,
+    launch_hopper.reach,
+    launch_hopper.forward,
+    launch_hopper.advance,
+    launch_hopper.backward_state,
+)
 
 
 def _engine(given: Inputs, where: Geometry) -> tuple[Engine, Walk]:
@@ -141,8 +148,9 @@ def forward(plan, q, k, v, beta, lam, state0, key0, has_key, mask, cu_seqlens, s
     engine, walk = _engine(given, where)
     rates, inverse = engine.prepare(plan, given, where)
     if walk.segments > 1:
-        maps, local = _pieces(engine, plan, given, walk, rates, inverse, True)
-        state0 = compose(walk, maps, local, state0, reverse=False)
+        left = engine.reach(plan, given, walk, rates)
+        maps, local = _pieces(engine, plan, given, walk, rates, inverse, True, left)
+        state0 = compose(walk, maps, local, state0, False, left)
     state1 = torch.empty(where.sequences * walk.segments, H, K, V, dtype=torch.float32, device=v.device)
     if state1.numel():
         kept = residual if save else None, states if save and not plan.rebuild else None
@@ -175,24 +183,27 @@ def _rebuild(plan: Plan, given: Inputs, where: Geometry, rates: tuple[Tensor, Te
     return states
 
 
-def _pieces(engine, plan, given, walk, rates, inverse, with_values) -> tuple[Tensor, Any]:
-    """Maps [pieces, H, K, K] of all pieces, and what they write from nothing (if with_values)."""
+def _pieces(engine, plan, given, walk, rates, inverse, with_values, left=None) -> tuple[Tensor, Any]:
+    """Maps [pieces, H, K, K] of all pieces, and what they write from nothing (if with_values); left: engine.reach."""
     H, K, V = given.v.shape[2], given.q.shape[3], given.v.shape[3]
     count = walk.where.sequences * walk.segments
     maps = torch.empty(count, H, K, K, dtype=torch.float32, device=given.v.device)
     local = torch.empty(count, H, K, V, dtype=torch.float32, device=given.v.device) if with_values else None
-    engine.advance(plan, given, walk, rates, inverse, local, maps)
+    engine.advance(plan, given, walk, rates, inverse, local, maps, left)
     return maps, local
 
 
-def compose(walk: Walk, maps: Tensor, local: Tensor, outside: Tensor | None, reverse: bool) -> Tensor:
+def compose(
+    walk: Walk, maps: Tensor, local: Tensor, outside: Tensor | None, reverse: bool,
+    left: launch_hopper.Reach | None = None,
+) -> Tensor:  # fmt: skip
     """States [pieces, H, K, V] that pieces start from (end at, in reverse), from their maps and what each adds."""
     H, K, V = local.shape[1:]
     found = torch.empty_like(local)
     start(
         solve.compose, (walk.where.sequences * H, triton.cdiv(V, 16)),
-        maps, local, None if outside is None else outside.contiguous(), found, walk.segments, H=H, K=K, V=V,
-        BK=wide(K, 16), BV=16, REVERSE=reverse, num_warps=4, num_stages=1,
+        maps, local, None if outside is None else outside.contiguous(), found, left and left.pieces, walk.segments,
+        H=H, K=K, V=V, BK=wide(K, 16), BV=16, REVERSE=reverse, num_warps=4, num_stages=1,
     )  # fmt: skip
     return found
 
@@ -268,7 +279,8 @@ def _rows(tensor: Tensor | None, rows: slice) -> Tensor | None:
 def _ends(engine: Engine, run: tuple[Any, ...], d_o: Tensor, d_state1: Tensor | None) -> Tensor:
     """State gradients at the end of every piece: a first walk in reverse finds what each piece adds, from nothing."""
     plan, given, walk, rates, inverse = run
-    maps, _ = _pieces(engine, plan, given, walk, rates, inverse, False)
+    left = engine.reach(plan, given, walk, rates)
+    maps, _ = _pieces(engine, plan, given, walk, rates, inverse, False, left)
     local = maps.new_empty(*maps.shape[:3], given.v.shape[3])
-    engine.backward_state(*run, d_o, None, local, None)
-    return compose(walk, maps, local, d_state1, reverse=True)
+    engine.backward_state(*run, d_o, None, local, None, left)
+    return compose(walk, maps, local, d_state1, True, left)

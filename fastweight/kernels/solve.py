@@ -27,6 +27,7 @@ is a sum of terms that all carry it, not a difference of totals, or strong decay
 import triton
 import triton.language as tl
 
+from fastweight.kernels.reach import FADED
 from fastweight.kernels.tiles import (
     chunk_span,
     decay_before,
@@ -224,10 +225,13 @@ def advance(
 
 @triton.jit(do_not_specialize=["segments"])
 def compose(
-    maps, local, outside, found, segments,
+    maps, local, outside, found, totals, segments,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
-    """The states that segments start from, S -> maps S + local; in reverse, the gradients at their ends."""
+    """The states that segments start from, S -> maps S + local; in reverse, the gradients at their ends.
+
+    totals: log2 of what each segment leaves of a state, where maps of which nothing is left need not be read.
+    """
     n = tl.program_id(0) // H
     h = tl.program_id(0) % H
     ck = tl.arange(0, BK)
@@ -245,7 +249,10 @@ def compose(
             S = tl.load(local + slot * (K * V) + state_at, mask=in_state, other=0.0)
             # The state comes back a few rows at a time: what is stored is the operand.
             tl.debug_barrier()
-            for start in range(0, K, 32):
+            stop = K
+            if totals is not None:
+                stop = tl.where(tl.load(totals + slot) > FADED, K, 0)
+            for start in range(0, stop, 32):
                 row = start + cj
                 part_at, in_part = state_tile(row, cv, K, V, 32, BV)
                 part = tl.load(found + slot * (K * V) + part_at, mask=in_part, other=0.0)
