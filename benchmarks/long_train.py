@@ -81,12 +81,12 @@ def losses(model: Any, ids: Tensor, segment: int) -> Tensor:
     from fastweight.models.cache import CACHE_NAME, FastWeightCache
 
     targets = torch.cat((ids[:, 1:], ids[:, :1]), dim=1)
-    found, cache = [], FastWeightCache(model.config)
+    found, cache, most = [], FastWeightCache(model.config), max(CHUNK // len(ids), 1)  # logits at a time
     model.eval()
     for part, wanted in zip(ids.split(segment, 1), targets.split(segment, 1), strict=True):
         named: dict[str, Any] = {CACHE_NAME: cache}
         hidden = model.model(input_ids=part, use_cache=True, **named).last_hidden_state
-        for rows, labels in zip(hidden.split(CHUNK, 1), wanted.split(CHUNK, 1), strict=True):
+        for rows, labels in zip(hidden.split(most, 1), wanted.split(most, 1), strict=True):
             logits = model.lm_head(rows).float().flatten(0, 1)
             found.append(F.cross_entropy(logits, labels.flatten(), reduction="none").view_as(labels))
     model.train()

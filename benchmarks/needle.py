@@ -26,7 +26,7 @@ from fastweight.models import FastWeightConfig, FastWeightForCausalLM
 from fastweight.recipes import Optimizer
 from fastweight.training.groups import parameter_groups
 
-FILLERS, KEYS, VALUES, PAIRS = 32, 64, 32, 4
+FILLERS, KEYS, VALUES, PAIRS = 32, 64, 32, 8
 VOCAB = FILLERS + KEYS + VALUES
 EXTRA: dict[str, dict[str, Any]] = {"": {}, ".3": {"step": "direct", "qk_norm": "rms"}}
 

@@ -85,9 +85,9 @@ def test_what_is_wanted_most_comes_first_and_the_plan_says_when(capsys: pytest.C
     assert second[0].startswith("train fla 32 1024")
     kinds = [case.split()[0] + case.split()[-1] for case in second[1:]]
     assert kinds == sorted(kinds, key=lambda kind: kind.startswith("decode"))  # decoding last
-    lm.announce([*first[:6], second[0]], limit=100)
+    lm.announce([second[0], *first[:6]], limit=130)
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "about   66 s  train falcon-1.3 32 1024"
-    assert lines[5] == "about   96 s  train falcon-3a.3 32 1024"
-    assert lines[6].startswith("about  220 s")  # 66 until a place is free, 130 to start, 24 to measure
-    assert lines[6].endswith("beyond the limit")
+    assert lines[0] == "about   66 s  train falcon-1.3 32 1024"  # not FLA's, which is ready later
+    assert lines[4].startswith("about   90 s")
+    assert lines[5].startswith("about  156 s")  # began at 66, stood still while four were measured
+    assert lines[6].endswith("decode fla 1,64 1024,32768   beyond the limit")
