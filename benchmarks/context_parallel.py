@@ -4,10 +4,12 @@
 
 Starts a process for each GPU (NCCL). First the comparison: rank by rank, outputs, final state and gradients of the very
 tensors that are timed against those of one GPU, and of a short sequence against the float64 recurrence. Then forward +
-backward, timed by events, median of several, one GPU with all tokens (the others wait) and all GPUs with a part each.
+backward, one GPU with all tokens (the others wait) and all GPUs with a part each: steps in a row, as in training, and
+single ones, the host's start included. `--phases` says where the time of a step goes. `--device cpu` rehearses it all.
 
 Traps: every rank draws the whole sequence from the same seed and keeps its part. What one GPU rounds differently from
-several is only where states are cut, so errors are those of bfloat16.
+several is only where states are cut, so errors are those of bfloat16. A first run compiles for a minute and more: run
+once with --warm (few tokens, no times) and then again.
 """
 
 import argparse
@@ -15,6 +17,8 @@ import json
 import os
 import socket
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +33,14 @@ from fastweight.parallel import context_parallel
 NAMES = ("q", "k", "v", "beta", "lam")
 LARGEST = 1.2e-2  # relative RMS error in bfloat16, as in results/kernels
 SEED = 0
-IN_A_ROW = 8  # calls between two clocks: the host, which is not what is measured, works ahead
+IN_A_ROW = 8  # calls between two clocks: the host works ahead, as it does in training
+WARM = 16384  # tokens that compile what any number of them needs
+BEGUN = time.monotonic()
+
+
+def say(*words: Any) -> None:
+    """With the seconds since the process began: a run that hangs shows where."""
+    print(f"[{time.monotonic() - BEGUN:6.1f} s]", *words, flush=True)
 
 
 def draw(T: int, H: int, D: int, device: Any, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
@@ -63,8 +74,8 @@ def step(given: dict[str, Tensor], rule: str, state: bool = False, **how: Any) -
 
 def error(found: Tensor, expected: Tensor) -> float:
     """Relative RMS error; NaN counts as infinite."""
-    found, expected = found.float(), expected.float()
-    value = float((found - expected).norm() / expected.norm().clamp(min=1e-30))
+    found, expected = found.detach().float(), expected.detach().float()
+    value = ((found - expected).norm() / expected.norm().clamp(min=1e-30)).item()
     return value if value == value else float("inf")
 
 
@@ -83,23 +94,55 @@ def worst(errors: dict[str, float], device: Any) -> dict[str, float]:
     return dict(zip(errors, values.tolist(), strict=True))
 
 
-def median_ms(call: Any, repeats: int) -> float:
-    """Milliseconds of a call among IN_A_ROW of them, as the steps of a training follow each other; two to warm up."""
+def median_ms(call: Callable[[], Any], repeats: int, device: torch.device, number: int = IN_A_ROW) -> float:
+    """Milliseconds of one of `number` calls in a row, median of several such rows after one to warm up."""
     times = []
     for turn in range(repeats + 1):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize()
-        begin.record()
-        for _ in range(IN_A_ROW):
+        wait(device)
+        begun = time.perf_counter()
+        for _ in range(number):
             call()
-        end.record()
-        torch.cuda.synchronize()
+        wait(device)
         if turn:
-            times.append(begin.elapsed_time(end) / IN_A_ROW)
+            times.append(1e3 * (time.perf_counter() - begun) / number)
     return sorted(times)[len(times) // 2]
 
 
-def gate(rule: str, width: int, rank: int, size: int, device: Any) -> dict[str, float]:
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def both_ms(call: Callable[[], Any], repeats: int, device: torch.device) -> dict[str, float]:
+    """In a row; alone; and how long the host is busy with one."""
+    found = {"ms": median_ms(call, repeats, device), "single_ms": median_ms(call, repeats, device, 1)}
+    begun = time.perf_counter()
+    call()
+    found["host_ms"] = 1e3 * (time.perf_counter() - begun)
+    wait(device)
+    return found
+
+
+def phases(call: Callable[[], Any], device: torch.device) -> dict[str, float]:
+    """Milliseconds of a step by kernel, from a profile of three in a row; "between" is when none ran."""
+    from torch.profiler import ProfilerActivity, profile
+
+    kind = ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU
+    wait(device)
+    with profile(activities=[kind]) as profiled:
+        begun = time.perf_counter()
+        for _ in range(3):
+            call()
+        wait(device)
+        whole = 1e3 * (time.perf_counter() - begun) / 3
+    rows = [(row.key, row) for row in profiled.key_averages()]
+    attribute = "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"
+    spent = {name[:60]: getattr(row, attribute) / 3e3 for name, row in rows}
+    spent = {name: value for name, value in sorted(spent.items(), key=lambda pair: -pair[1]) if value > 0.004}
+    return {"whole": whole, "between": whole - sum(spent.values()), **spent}
+
+
+def gate(rule: str, width: int, rank: int, size: int, device: torch.device) -> dict[str, float]:
     """A short sequence on all ranks against the float64 recurrence on each."""
     given = draw(130 * size, 2, width, device)
     exact = step({name: t.double() for name, t in given.items()}, rule, True, form="recurrent", backend="torch")
@@ -108,16 +151,10 @@ def gate(rule: str, width: int, rank: int, size: int, device: Any) -> dict[str, 
     return worst(compared(mine, exact, rank, size), device)
 
 
-def measure(rule: str, T: int, H: int, D: int, rank: int, size: int, repeats: int, device: Any) -> dict[str, Any]:
-    """Everything about one rule."""
-    found: dict[str, Any] = {
-        "rule": rule,
-        "T": T,
-        "H": H,
-        "D": D,
-        "gpus": size,
-        "gate": gate(rule, D, rank, size, device),
-    }
+def measure(case: dict[str, Any], rank: int, size: int, chosen: Any, device: torch.device) -> dict[str, Any]:
+    """Everything about one rule and length: right first, then times if `chosen` wants them."""
+    rule, T, H, D = case["rule"], case["T"], case["H"], case["D"]
+    found: dict[str, Any] = case | {"gpus": size, "gate": gate(rule, D, rank, size, device)}
     given = draw(T, H, D, device)
     mine = part(given, rank, size)
     whole = step(given, rule, True)
@@ -125,76 +162,105 @@ def measure(rule: str, T: int, H: int, D: int, rank: int, size: int, repeats: in
         found["errors"] = worst(compared(step(mine, rule, True), whole, rank, size), device)
     del whole
     found["right"] = all(value < LARGEST for kind in ("gate", "errors") for value in found[kind].values())
-    if not found["right"]:
+    if not found["right"] or chosen.warm:
         return found
-    found["one_ms"] = median_ms(lambda: step(given, rule), repeats) if rank == 0 else 0.0
-    begun = time.perf_counter()
     if rank == 0:
-        step(given, rule)
-    found["one_host_ms"] = 1e3 * (time.perf_counter() - begun)
+        found["one"] = both_ms(lambda: step(given, rule), chosen.repeats, device)
     del given
-    torch.cuda.empty_cache()
     dist.barrier()
     with context_parallel() as traffic:
         step(mine, rule)
         found["bytes_sent"], found["messages"] = traffic.bytes, traffic.messages
-        torch.cuda.reset_peak_memory_stats()
-        held = torch.cuda.memory_allocated()
-        step(mine, rule)
-        found["peak_bytes_per_token"] = (torch.cuda.max_memory_allocated() - held) / (T // size)
-        times = torch.tensor(median_ms(lambda: step(mine, rule), repeats), device=device)
-        begun = time.perf_counter()
-        step(mine, rule)
-        found["all_host_ms"] = 1e3 * (time.perf_counter() - begun)
-    dist.all_reduce(times, dist.ReduceOp.MAX)
-    found["all_ms"] = float(times)
-    found["speed_up"] = found["one_ms"] / found["all_ms"]
+        found["peak_bytes_per_token"] = peak_bytes(lambda: step(mine, rule), device) / (T // size)
+        found["all"] = worst(both_ms(lambda: step(mine, rule), chosen.repeats, device), device)
+        if chosen.phases:
+            found["phases"] = phases(lambda: step(mine, rule), device)
+    if rank == 0:
+        found["speed_up"] = found["one"]["ms"] / found["all"]["ms"]
     return found
+
+
+def peak_bytes(call: Callable[[], Any], device: torch.device) -> float:
+    """More than before the call; nan on a CPU."""
+    if device.type != "cuda":
+        call()
+        return float("nan")
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    held = torch.cuda.memory_allocated()
+    call()
+    return torch.cuda.max_memory_allocated() - held
 
 
 def worker(rank: int, size: int, port: int, chosen: Any) -> None:
     """One GPU: all rules, then rank 0 writes."""
     os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank)})
-    device = torch.device("cuda", rank)
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl", rank=rank, world_size=size, device_id=device)
-    results = []
-    for rule in chosen.rules.split(","):
-        for T in (int(t) for t in chosen.tokens.split(",")):
-            begun = time.monotonic()
-            found = measure(rule, T, chosen.heads, chosen.width, rank, size, chosen.repeats, device)
-            found["seconds"] = round(time.monotonic() - begun, 1)
-            results.append(found)
-            if rank == 0:
-                print(json.dumps(found), flush=True)
-                write(results, chosen.out)
-            torch.cuda.empty_cache()
-    dist.destroy_process_group()
+    device = torch.device(chosen.device, rank) if chosen.device == "cuda" else torch.device("cpu")
+    with socket_group(rank, size, device):
+        if rank == 0:
+            say("the group stands")
+        results = []
+        for rule in chosen.rules.split(","):
+            for T in [WARM] if chosen.warm else [int(t) for t in chosen.tokens.split(",")]:
+                case = {"rule": rule, "T": T, "H": chosen.heads, "D": chosen.width}
+                found = measure(case, rank, size, chosen, device)
+                results.append(found)
+                if rank == 0:
+                    say(json.dumps(found))
+                    write(results, chosen.out, device)
+                if device.type == "cuda":
+                    torch.cuda.empty_cache()
 
 
-def write(results: list[dict[str, Any]], out: Path) -> None:
+@contextmanager
+def socket_group(rank: int, size: int, device: torch.device) -> Iterator[None]:
+    """All processes, after a first message, which sets up what the next ones need."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", rank=rank, world_size=size, device_id=device)
+    else:
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", rank=rank, world_size=size)
+    try:
+        dist.all_reduce(torch.ones(1, device=device))
+        wait(device)
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def write(results: list[dict[str, Any]], out: Path, device: torch.device) -> None:
     out.mkdir(parents=True, exist_ok=True)
-    about = {"torch": torch.__version__, "device": torch.cuda.get_device_name(), "results": results}
+    name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
+    about = {"torch": torch.__version__, "device": name, "results": results}
     (out / "context_parallel.json").write_text(json.dumps(about, indent=1) + "\n")
     (out / "context_parallel.md").write_text("\n".join(table(results)) + "\n")
 
 
 def table(results: list[dict[str, Any]]) -> list[str]:
-    """The report as Markdown."""
+    """The report as Markdown; times are of steps in a row, and in brackets of single ones."""
     lines = [
-        "| rule | T x H x D | GPUs | one GPU, ms | all, ms | speed-up | KiB sent by each | peak bytes / local token | "
-        "largest error |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| rule | T x H x D | GPUs | one GPU, ms | all, ms | host, ms | speed-up | KiB sent by each | messages | "
+        "peak bytes / local token | largest error |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for r in results:
         shape, largest = f"{r['T']} x {r['H']} x {r['D']}", max([*r["errors"].values(), *r["gate"].values()])
-        if not r["right"]:
-            lines.append(f"| {r['rule']} | {shape} | {r['gpus']} | | | WRONG | | | {largest:.1e} |")
+        if "speed_up" not in r:
+            state = "not timed" if r["right"] else "WRONG"
+            lines.append(f"| {r['rule']} | {shape} | {r['gpus']} | | | | {state} | | | | {largest:.1e} |")
             continue
+        one, every = r["one"], r["all"]
         lines.append(
-            f"| {r['rule']} | {shape} | {r['gpus']} | {r['one_ms']:.2f} | {r['all_ms']:.2f} | {r['speed_up']:.2f}x | "
-            f"{r['bytes_sent'] / 1024:,.0f} | {r['peak_bytes_per_token']:,.0f} | {largest:.1e} |"
+            f"| {r['rule']} | {shape} | {r['gpus']} | {one['ms']:.2f} ({one['single_ms']:.2f}) | "
+            f"{every['ms']:.2f} ({every['single_ms']:.2f}) | {one['host_ms']:.2f}, {every['host_ms']:.2f} | "
+            f"{r['speed_up']:.2f}x | {r['bytes_sent'] / 1024:,.0f} | {r['messages']} | "
+            f"{r['peak_bytes_per_token']:,.0f} | {largest:.1e} |"
         )
+    for r in results:
+        if "phases" in r:
+            lines += ["", f"{r['rule']}, {r['T']} tokens, ms of a step on the first GPU:", ""]
+            lines += [f"    {value:8.3f}  {name}" for name, value in r["phases"].items()]
     return lines
 
 
@@ -206,6 +272,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--phases", action="store_true", help="where the time of a step goes")
+    parser.add_argument("--warm", action="store_true", help="compile and compare, measure nothing")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--out", type=Path, default=Path("results/long-context"))
     chosen = parser.parse_args(arguments)
     with socket.socket() as free:

@@ -27,7 +27,7 @@ def fits(inputs: Inputs, call: Any, around: Around) -> bool:
     from fastweight.kernels import states_are_rebuilt, unproven
 
     rule, v = call.rule, inputs.v
-    if v.is_cuda and not unproven.asked_for():
+    if v.is_cuda and not unproven.asked_for("borders"):
         return False
     dense = around.mask is None and around.cu_seqlens is None and v.shape[1] >= max(2 * rule.window, 2)
     scalar = inputs.beta is None or inputs.beta.ndim == 3
