@@ -11,12 +11,7 @@ import triton
 import triton.language as tl
 
 from fastweight.kernels.additive import kept_of, spread
-from fastweight.kernels.gates import (
-    load_head,
-    step_gradient,
-    window_energy,
-    window_sum,
-)
+from fastweight.kernels.gates import gate_gradients, store_head, window_energy, window_sum
 from fastweight.kernels.tiles import (
     add_key_gradient,
     chunk_span,
@@ -154,33 +149,29 @@ def backward_token(
     tl.debug_barrier()
     d_log = tl.load(shelf + i, mask=own, other=0.0)
     d_w = tl.load(shelf + tokens + i, mask=own, other=0.0) + met
-    if RAW:
-        d_gain = tl.where(pair, d_w, 0.0)
-        d_ridge = tl.where(pair, d_log, 0.0)
-    else:
+    writes = pair
+    count = None
+    if not RAW:
         energy, count = window_energy(energy, pair, WINDOW)
-        gain = load_head(beta, first, i, h, H, pair & own, 1.0)
-        ridge = load_head(lam, first, i, h, H, pair & own, 0.0)
-        d_gain, d_ridge, d_energy = step_gradient(
-            d_w / count, d_log, energy, gain, ridge, pair & own, eps, floor, SCALED, DIRECT, WINDOW == 1
-        )
-        if not DIRECT or (SCALED and WINDOW == 1):
-            # The energy's share of the key gradient needs all widths first, so it is added to what was stored.
-            d_energy = window_sum(d_energy / count, WINDOW, True)
-            for start in range(0, K, BK):
-                ck = start + tl.arange(0, BK)
-                x = load_keys(k, key0, previous, source, live, first, i, low, n, kh, ck, KH, K, SHIFT, BK)
-                share = 2 * d_energy[:, None] * x.to(tl.float32)
-                add_key_gradient(d_k, d_key0, share, previous, source, pair & own, first, i, low, n, h, ck,
-                                 H, K, SHIFT, BK)  # fmt: skip
-                if WINDOW > 1:
-                    before_first = live & (i < 0)
-                    share += load_tile(halo_k, chunk.to(tl.int64) * 16, i + HALO, h, ck, before_first, H, K, BK)
-                    store_tile(halo_k, share, chunk.to(tl.int64) * 16, i + HALO, h, ck, before_first, H, K, BK)
-    if d_beta is not None:
-        tl.store(d_beta + first * H + h + i * H, d_gain, mask=own)
-    if d_lam is not None:
-        tl.store(d_lam + first * H + h + i * H, d_ridge, mask=own)
+        writes = pair & own
+    d_gain, d_ridge, d_energy = gate_gradients(
+        d_w, d_log, energy, beta, lam, first, i, h, writes, eps, floor, H, RAW, SCALED, DIRECT, WINDOW == 1, count
+    )
+    if not RAW and (not DIRECT or (SCALED and WINDOW == 1)):
+        # The energy's share of the key gradient needs all widths first, so it is added to what was stored.
+        d_energy = window_sum(d_energy / count, WINDOW, True)
+        for start in range(0, K, BK):
+            ck = start + tl.arange(0, BK)
+            x = load_keys(k, key0, previous, source, live, first, i, low, n, kh, ck, KH, K, SHIFT, BK)
+            share = 2 * d_energy[:, None] * x.to(tl.float32)
+            add_key_gradient(d_k, d_key0, share, previous, source, pair & own, first, i, low, n, h, ck,
+                             H, K, SHIFT, BK)  # fmt: skip
+            if WINDOW > 1:
+                before_first = live & (i < 0)
+                share += load_tile(halo_k, chunk.to(tl.int64) * 16, i + HALO, h, ck, before_first, H, K, BK)
+                store_tile(halo_k, share, chunk.to(tl.int64) * 16, i + HALO, h, ck, before_first, H, K, BK)
+    store_head(d_beta, d_gain, first, i, h, H, own)
+    store_head(d_lam, d_ridge, first, i, h, H, own)
 
 
 @triton.jit(do_not_specialize=["length", "chunks"])

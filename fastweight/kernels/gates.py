@@ -97,6 +97,32 @@ def step_gradient(
 
 
 @triton.jit
+def gate_gradients(
+    d_eta, d_log, energy, beta, lam, first, i, h, pair, eps, floor,
+    H: tl.constexpr, RAW: tl.constexpr, SCALED: tl.constexpr, DIRECT: tl.constexpr, LIVE: tl.constexpr, pairs=None,
+):  # fmt: skip
+    """Gradients of beta, lam and the energy (not in raw mode) from those of eta and the natural log-decay.
+
+    pairs: number of pairs in the window, if d_eta is the gradient of eta / pairs.
+    """
+    if RAW:
+        return tl.where(pair, d_eta, 0.0), tl.where(pair, d_log, 0.0), d_eta
+    else:
+        gain = load_head(beta, first, i, h, H, pair, 1.0)
+        ridge = load_head(lam, first, i, h, H, pair, 0.0)
+        if pairs is not None:
+            d_eta = d_eta / pairs
+        return step_gradient(d_eta, d_log, energy, gain, ridge, pair, eps, floor, SCALED, DIRECT, LIVE)
+
+
+@triton.jit
+def store_head(pointer, values, first, i, h, H, keep):
+    """Writes what `load_head` reads, where there is a tensor."""
+    if pointer is not None:
+        tl.store(pointer + first * H + h + i * H, values, mask=keep)
+
+
+@triton.jit
 def window_sum(values, WINDOW: tl.constexpr, FORTH: tl.constexpr):
     """Sum of 64 values over the WINDOW rows up to each row, or with FORTH from each row on."""
     if WINDOW == 1:

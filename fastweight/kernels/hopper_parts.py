@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
 )
 
-from fastweight.kernels.gates import load_head, step_gradient
+from fastweight.kernels.gates import gate_gradients, store_head
 from fastweight.kernels.tiles import decay_rows
 
 ACC = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
@@ -108,7 +108,7 @@ def copy_states(s_states, states, d_states, row, landed):
 
 @gluon.jit
 def new_barrier():
-    """A barrier for copies of states. Its memory must not be lent to data: keep it alive to the kernel's end."""
+    """A barrier for copies by TMA. Its memory must not be lent to data: keep it alive to the kernel's end."""
     landed = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(landed, count=1)
     fence_async_shared()
@@ -199,18 +199,9 @@ def store_gates(
     H: gl.constexpr, RAW: gl.constexpr, SCALED: gl.constexpr, DIRECT: gl.constexpr, LIVE: gl.constexpr,
 ):  # fmt: skip
     """Writes the gradients of beta and lam that those of steps and log-decays amount to; returns that of the energy."""
-    share = gl.zeros([64], gl.float32, gl.SliceLayout(1, ACC))
-    if RAW:
-        d_gain = gl.where(pair, d_eta, 0.0)
-        d_ridge = gl.where(pair, d_log, 0.0)
-    else:
-        gain = load_head(beta, first, i, h, H, pair, 1.0)
-        ridge = load_head(lam, first, i, h, H, pair, 0.0)
-        d_gain, d_ridge, share = step_gradient(
-            d_eta, d_log, energy, gain, ridge, pair, eps, floor, SCALED, DIRECT, LIVE
-        )
-    if d_beta is not None:
-        gl.store(d_beta + first * H + h + i * H, d_gain, mask=live)
-    if d_lam is not None:
-        gl.store(d_lam + first * H + h + i * H, d_ridge, mask=live)
+    d_gain, d_ridge, share = gate_gradients(
+        d_eta, d_log, energy, beta, lam, first, i, h, pair, eps, floor, H, RAW, SCALED, DIRECT, LIVE
+    )
+    store_head(d_beta, d_gain, first, i, h, H, live)
+    store_head(d_lam, d_ridge, first, i, h, H, live)
     return share

@@ -15,10 +15,7 @@ it, not a difference of totals, or strong decay drowns it.
 import triton
 import triton.language as tl
 
-from fastweight.kernels.gates import (
-    load_head,
-    step_gradient,
-)
+from fastweight.kernels.gates import gate_gradients, store_head
 from fastweight.kernels.tiles import (
     add_key_gradient,
     chunk_span,
@@ -162,24 +159,16 @@ def backward_token(
     tl.store(scratch + line + first + i, d_log, mask=live)
     tl.debug_barrier()
     d_log = tl.load(scratch + line + first + i, mask=live, other=0.0)
-    if RAW:
-        d_gain = tl.where(pair, d_eta, 0.0)
-        d_ridge = tl.where(pair, d_log, 0.0)
-    else:
-        gain = load_head(beta, first, i, h, H, pair, 1.0)
-        ridge = load_head(lam, first, i, h, H, pair, 0.0)
-        d_gain, d_ridge, d_energy = step_gradient(
-            d_eta, d_log, energy, gain, ridge, pair, eps, floor, SCALED, DIRECT, True
-        )
-        if SCALED or not DIRECT:
-            # The energy's share of the key gradient needs all widths first, so it is added to what was stored.
-            tl.debug_barrier()
-            for start in range(0, K, BK):
-                ck = start + tl.arange(0, BK)
-                x = load_keys(k, key0, previous, source, live, first, i, low, n, kh, ck, KH, K, SHIFT, BK)
-                share = 2 * d_energy[:, None] * x.to(tl.float32)
-                add_key_gradient(d_k, d_key0, share, previous, source, pair, first, i, low, n, h, ck, H, K, SHIFT, BK)
-    if d_beta is not None:
-        tl.store(d_beta + first * H + h + i * H, d_gain, mask=live)
-    if d_lam is not None:
-        tl.store(d_lam + first * H + h + i * H, d_ridge, mask=live)
+    d_gain, d_ridge, d_energy = gate_gradients(
+        d_eta, d_log, energy, beta, lam, first, i, h, pair, eps, floor, H, RAW, SCALED, DIRECT, True
+    )
+    if not RAW and (SCALED or not DIRECT):
+        # The energy's share of the key gradient needs all widths first, so it is added to what was stored.
+        tl.debug_barrier()
+        for start in range(0, K, BK):
+            ck = start + tl.arange(0, BK)
+            x = load_keys(k, key0, previous, source, live, first, i, low, n, kh, ck, KH, K, SHIFT, BK)
+            share = 2 * d_energy[:, None] * x.to(tl.float32)
+            add_key_gradient(d_k, d_key0, share, previous, source, pair, first, i, low, n, h, ck, H, K, SHIFT, BK)
+    store_head(d_beta, d_gain, first, i, h, H, live)
+    store_head(d_lam, d_ridge, first, i, h, H, live)
