@@ -16,7 +16,6 @@ context switch put the barrier's own state back over the numbers.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     mma_v2,
     tma,
@@ -24,12 +23,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from fastweight.kernels import gates
-
-LOG2E = gl.constexpr(1.4426950408889634)
-TINY = gl.constexpr(1e-20)
-step_sizes = gluon.jit(gates.step_sizes.fn)
-step_log_decay = gluon.jit(gates.step_log_decay.fn)
+from fastweight.kernels.gates import LOG2E, TINY, step_log_decay, step_sizes
+from fastweight.kernels.hopper_parts import ACC, HALF, LINE, new_barrier
 
 
 @gluon.jit
@@ -70,7 +65,7 @@ def _merge(tile, AT: gl.constexpr, SIZE: gl.constexpr, layout: gl.constexpr):
 @gluon.jit
 def _vector():
     """Room for one number per token of two chunks."""
-    return gl.allocate_shared_memory(gl.float32, [2, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    return gl.allocate_shared_memory(gl.float32, [2, 64], LINE)
 
 
 @gluon.jit
@@ -117,9 +112,8 @@ def _substitute(columns, tile):
         solved -= weight[:, :, None] * pivot[None, :, :]
     _as(columns, [8, 16, 16]).store(gl.permute(solved, (1, 0, 2)))
     small: gl.constexpr = gl.BlockedLayout([1, 2], [4, 8], [4, 1], [1, 0])
-    one: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     for b in gl.static_range(8):
-        block = _as(columns._reinterpret(gl.float32, [8, 256], one).index(b), [16, 16]).load(small)
+        block = _as(columns._reinterpret(gl.float32, [8, 256], LINE).index(b), [16, 16]).load(small)
         tile.slice(b * 16, 16, 0).slice(b % 4 * 16, 16, 1).store(block)
 
 
@@ -132,9 +126,8 @@ def prepare(
 ):  # fmt: skip
     """eta, chunk-cumulative log-decay, and (I + N)^-1 - I of two neighbouring chunks of one head."""
     dtype: gl.constexpr = k_desc.dtype
-    rows: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    down: gl.constexpr = gl.SliceLayout(1, rows)
-    along: gl.constexpr = gl.SliceLayout(0, rows)
+    down: gl.constexpr = gl.SliceLayout(1, ACC)
+    along: gl.constexpr = gl.SliceLayout(0, ACC)
     pairs = (chunks + 1) // 2
     n = gl.program_id(0) // pairs
     c = (gl.program_id(0) - n * pairs) * 2
@@ -142,9 +135,7 @@ def prepare(
     first = n.to(gl.int64) * length + c * 64
 
     keys = gl.allocate_shared_memory(dtype, k_desc.block_shape, k_desc.layout)
-    bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(bar, count=1)
-    fence_async_shared()
+    bar = new_barrier()
     mbarrier.expect(bar, k_desc.block_type.nbytes)
     tma.async_copy_global_to_shared(k_desc, [n, c * 64 - SHIFT, h // (H // KH) * K], bar, keys)
 
@@ -160,7 +151,7 @@ def prepare(
     ridge = _number(lam, at, pair, 0.0)
     mbarrier.wait(bar, 0)
     x = keys.reshape([128, K])
-    none = gl.zeros([64, 64], gl.float32, rows)
+    none = gl.zeros([64, 64], gl.float32, ACC)
     head = x.slice(0, 64, 0)
     tail = x.slice(64, 64, 0)
     first_gram = warpgroup_mma(head, head.permute((1, 0)), none, use_acc=False, is_async=True)
@@ -197,7 +188,7 @@ def prepare(
 
     whole: gl.constexpr = gl.PaddedSharedLayout.with_identity_for([[64, 4]], [128, 64], [1, 0])
     tile = gl.allocate_shared_memory(gl.float32, [128, 64], whole)
-    columns = gl.allocate_shared_memory(gl.float32, [16, 128], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    columns = gl.allocate_shared_memory(gl.float32, [16, 128], LINE)
     for half in gl.static_range(2):
         power = ends.index(half).load(down)[:, None] - starts.index(half).load(along)[None, :]
         felt = gl.exp2(gl.where(rank > file, power, float("-inf"))) * gains.index(half).load(along)[None, :]
@@ -221,12 +212,11 @@ def prepare(
     tile.slice(32, 32, 0).slice(0, 32, 1).store(below0)
     tile.slice(96, 32, 0).slice(0, 32, 1).store(below1)
 
-    out: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    i2 = gl.arange(0, 64, layout=gl.SliceLayout(1, out))[:, None]
-    j2 = gl.arange(0, 64, layout=gl.SliceLayout(0, out))[None, :]
+    i2 = gl.arange(0, 64, layout=gl.SliceLayout(1, HALF))[:, None]
+    j2 = gl.arange(0, 64, layout=gl.SliceLayout(0, HALF))[None, :]
     for half in gl.static_range(2):
         if c + half < chunks:
-            result = gl.where(i2 > j2, tile.slice(half * 64, 64, 0).load(out), 0.0)  # the diagonal is 1
+            result = gl.where(i2 > j2, tile.slice(half * 64, 64, 0).load(HALF), 0.0)  # the diagonal is 1
             slot = (n * chunks + c + half).to(gl.int64) * H + h
             gl.store(inverse + slot * 4096 + i2 * 64 + j2, result.to(dtype))
     bar._keep_alive()
