@@ -34,6 +34,7 @@ NAMES = ("q", "k", "v", "beta", "lam")
 LARGEST = 1.2e-2  # relative RMS error in bfloat16, as in results/kernels
 SEED = 0
 IN_A_ROW = 8  # calls between two clocks: the host works ahead, as it does in training
+LONGEST = 16  # lines of a profile
 WARM = 16384  # tokens that compile what any number of them needs
 BEGUN = time.monotonic()
 
@@ -268,7 +269,7 @@ def table(results: list[dict[str, Any]]) -> list[str]:
     for r in results:
         if "phases" in r:
             lines += ["", f"{r['rule']}, {r['T']} tokens, ms of a step on the first GPU:", ""]
-            lines += [f"    {value:8.3f}  {name}" for name, value in r["phases"].items()]
+            lines += [f"    {value:8.3f}  {name}" for name, value in list(r["phases"].items())[:LONGEST]]
     return lines
 
 

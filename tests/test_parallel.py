@@ -10,12 +10,18 @@ import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 import fastweight as fw
+from benchmarks.host import no_launches
+from benchmarks.parallel_host import pretended, step
+from fastweight.kernels import dispatch, unproven
+from fastweight.memory import borders
+from fastweight.memory.inputs import Around, Inputs
 from fastweight.parallel import Place, Traffic, context_parallel, entered
 from fastweight.parallel.layout import Layout, last_real
 from fastweight.training.context import Repeated, groups_of, part_of
@@ -121,6 +127,53 @@ def test_parts_of_a_batch_keep_the_label_that_follows():
 def test_settings_that_exclude_each_other(changes, processes, message):
     with pytest.raises(ValueError, match=f"engine.context_parallel: .*{message}"):
         groups_of(run_of(Path("nowhere"), **changes), processes)
+
+
+@pytest.mark.parametrize("name", ["falcon-1", "gated delta rule", "falcon-1a", "linear attention", "falcon-3a"])
+def test_a_rank_calls_little_more_than_one_process(name):
+    """Of the host: a message each way, three launches more, and as many operators as allocations and views need."""
+    with no_launches(), pretended():
+        alone, shared = step(name, False, calls=1), step(name, True, calls=1)
+    assert shared.messages == 2
+    assert alone.launches < shared.launches <= alone.launches + 3
+    assert shared.operators < 60
+
+
+@pytest.mark.parametrize(
+    ("asked", "rule", "changes", "expected"),
+    [
+        ("borders", "falcon-1", {}, True),
+        ("1", "falcon-3a", {}, True),
+        ("", "falcon-1a", {}, False),
+        ("borders", "falcon-2a", {}, False),
+        ("borders", "falcon-3", {}, False),
+        ("borders", "falcon-3a", {"window": 5}, False),
+        ("borders", "falcon-1a", {"timing": "read-before-write"}, False),
+        ("borders", "falcon-1a", {"read": "normalized"}, False),
+    ],
+)
+def test_which_calls_a_device_sends_in_one_message(monkeypatch, asked, rule, changes, expected):
+    """Only what was asked for, until it has been compared there."""
+    monkeypatch.setenv(unproven.SWITCH, asked)
+    monkeypatch.setattr(dispatch, "_machine_reason", lambda device: None)
+    rule = fw.RULES[rule].replace(**changes)
+    x = torch.empty(1, 64, 1, 64, dtype=torch.bfloat16)
+    gain = torch.empty(1, 64, 1, 64) if rule.gain == "column" else torch.empty(1, 64, 1)
+    inputs = Inputs(x, x, OnDevice(x), gain, None, None)
+    call = SimpleNamespace(rule=rule, form="auto", backend="auto", chunk_size=None)
+    assert borders.fits(inputs, call, Around(None, None, None)) == expected
+
+
+class OnDevice:
+    """A tensor that says that it lies on a device."""
+
+    is_cuda = True
+
+    def __init__(self, tensor: torch.Tensor):
+        self.tensor = tensor
+
+    def __getattr__(self, name: str):
+        return getattr(self.tensor, name)
 
 
 def test_what_is_refused():

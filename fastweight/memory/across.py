@@ -7,9 +7,9 @@ What a rank does to any state that it is given is affine, S -> M S + b (SPEC sec
     S  before rank r: (M_{r-1}, b_{r-1}) o ... o (M_0, b_0), after one exchange of all M and b
 
 and then the op runs with that state. This costs the op two or three times (a rank that begins a document has b from its
-outputs and no M, the last rank of a document needs neither); `relay` has the kernels do it for the price of once. For
-regression with a gain per column M differs from column to column: there each rank waits for the one before, and heads
-go in groups, so that ranks work on different groups at a time.
+outputs and no M, the last rank of a document needs neither); `relay` and `borders` have the kernels do it for the price
+of once. For regression with a gain per column M differs from column to column: there each rank waits for the one
+before, and heads go in groups, so that ranks work on different groups at a time.
 
 Trap: what is exchanged must be so on every rank, in the same order, also where a rank has no use for it.
 """
