@@ -94,6 +94,11 @@ def test_a_page_says_what_is_missing():
     study = Study("a", "b", "parity-tiny", ARMS, "mamba2", seeds=1)
     told = page(study, [outcome("falcon-1", 0, 0.5, 0.25)], [{"commit": "abc"}], "x.png")
     assert "1 of 2 runs have no outcome" in told
+    both = [outcome("falcon-1", 0, 0.5, 0.25), outcome("mamba2", 0, 0.5, 0.25)]
+    both[1].shares["generated"] = [0.5, 0.125]
+    last = page(study, both, [], "x.png").partition("free generation")[2]
+    assert "| mamba2 | 1 | 1,000 | 50.0 | 12.5 |" in last
+    assert "falcon-1" not in last, "only what was generated is told of"
     assert re.search(r"\| falcon-1 \| 1 \| 1,000 \| 50\.0 \| 25\.0 \| - \|", told)
     with pytest.raises(ValueError, match="holds no outcome"):
         write_study(study, [], None, [])  # type: ignore[arg-type]

@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,7 @@ from fastweight.evaluation.course import course_of
 from fastweight.evaluation.outcomes import Scoring, outcome_from
 from fastweight.evaluation.perplexity import Document, perplexity
 from fastweight.evaluation.text_outcomes import TextOutcome
+from fastweight.study.collect import collect
 from fastweight.study.plan import Study
 from fastweight.study.report import write_study
 from fastweight.study.runner import OUTCOME, _member
@@ -83,6 +84,16 @@ def test_the_report_compares_losses_seed_by_seed(tmp_path: Path) -> None:
     assert files[2].stat().st_size > 10_000
     again = json.loads(files[0].read_text())["outcomes"]
     assert [asdict(outcome_from(raw)) for raw in again] == again
+
+
+def test_language_models_stand_beside_the_papers(tmp_path: Path) -> None:
+    study = Study("texts", "About.", "lm-small", {"a": [], "falcon-1.3": []}, "a", seeds=2)
+    ours = [replace(text_outcome("b", seed), arm="falcon-1.3") for seed in (0, 1)]
+    write_study(study, ours, tmp_path / "texts", [{"commit": "abc"}])
+    told = collect(tmp_path)
+    # exp(2.9) = 18.17 and exp(3.0) = 20.09; the page of wikitext2 was not scored.
+    assert "| falcon-1.3 | 33 | - | 17.1 | - | 2 | 19.1 ± 1.4 | - | 70.0 ± 0.0 |" in told
+    assert "| mamba2 | 34.53 | 48.74 | 17.7 | 48.8 | not run | - | - | - |" in told
 
 
 def test_a_long_course_is_thinned_and_keeps_its_end(tmp_path: Path) -> None:

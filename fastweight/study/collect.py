@@ -1,7 +1,8 @@
 """A directory of results into one page: the paper's figures beside ours, then every experiment, then what is open.
 
     results/NAME/README.md (or one other .md)     becomes a section, pictures included
-    results/NAME/study.json                       of a study on addition stands beside the paper's Table 3
+    results/NAME/study.json                       of a study on addition stands beside the paper's Table 3, one of
+                                                  language models (recipe lm-...) beside its perplexities
     results/open.md                               open points, written by hand; absent figures are added to them
 
 A difference is marked where it is larger than twice the spread over our seeds. Trap: our addition studies are
@@ -17,7 +18,9 @@ from statistics import mean, stdev
 from fastweight.evaluation import paper
 from fastweight.evaluation.outcomes import Outcome, outcome_from
 from fastweight.evaluation.page import html_page, markdown_table
+from fastweight.evaluation.text_outcomes import TextOutcome
 from fastweight.files import write_text
+from fastweight.study.figures import spread
 
 PICTURE = re.compile(r"(!?\[[^\]]*\]\()(?!https?:|#|/)([^)\s]+)(\))")
 HEADING = re.compile(r"^(#+) ", flags=re.MULTILINE)
@@ -29,10 +32,10 @@ def collect(results: Path) -> str:
     sections = [(folder.name, text) for folder in _folders(results) if (text := _text_of(folder)) is not None]
     if not sections:
         raise ValueError(f"results: got {results}, expected a directory with results (NAME/README.md)")
-    outcomes = _addition_outcomes(results)
-    parts = ["# Results", INTRODUCTION, "## Beside the paper", *_beside(outcomes)]
+    additions, texts = _addition_outcomes(results), _text_outcomes(results)
+    parts = ["# Results", INTRODUCTION, "## Beside the paper", *_beside(additions, texts)]
     parts += [_shifted(text, name) for name, text in sections]
-    parts += ["## Open", _open(results, outcomes)]
+    parts += ["## Open", _open(results, additions)]
     return "\n\n".join(part.strip() for part in parts) + "\n"
 
 
@@ -71,37 +74,57 @@ def _shifted(text: str, folder: str) -> str:
     return text
 
 
-def _addition_outcomes(results: Path) -> dict[str, list[Outcome]]:
-    """Outcomes of addition studies whose arms are models of the paper, by arm."""
-    found: dict[str, list[Outcome]] = {}
+def _outcomes(results: Path, recipes: str) -> dict[str, list[Outcome | TextOutcome]]:
+    """Outcomes of all studies whose recipe begins so, by arm; arms may be models of the paper."""
+    found: dict[str, list[Outcome | TextOutcome]] = {}
     for file in sorted(results.glob("*/study.json")):
         told = json.loads(file.read_text(encoding="utf-8"))
-        for raw in told["outcomes"] if told["study"]["recipe"].startswith("addition") else ():
+        for raw in told["outcomes"] if told["study"]["recipe"].startswith(recipes) else ():
             outcome = outcome_from(raw)
-            assert isinstance(outcome, Outcome), "addition draws its problems"
             found.setdefault(outcome.arm, []).append(outcome)
     return found
 
 
-def _beside(outcomes: dict[str, list[Outcome]]) -> list[str]:
-    rows = [_addition_row(name, outcomes.get(name, [])) for name in paper.ADDITION]
+def _addition_outcomes(results: Path) -> dict[str, list[Outcome]]:
+    found = _outcomes(results, "addition")
+    return {arm: [o for o in group if isinstance(o, Outcome)] for arm, group in found.items()}
+
+
+def _text_outcomes(results: Path) -> dict[str, list[TextOutcome]]:
+    found = _outcomes(results, "lm-")
+    return {arm: [o for o in group if isinstance(o, TextOutcome)] for arm, group in found.items()}
+
+
+def _beside(additions: dict[str, list[Outcome]], texts: dict[str, list[TextOutcome]]) -> list[str]:
     addition = markdown_table(
-        ["model", "paper: trained", "33 to 48", "at 33", "at 48", "here: seeds", "longer sums", "difference"], rows
+        ["model", "paper: trained", "33 to 48", "at 33", "at 48", "here: seeds", "longer sums", "difference"],
+        [_addition_row(name, additions.get(name, [])) for name in paper.ADDITION],
     )
-    texts = markdown_table(
-        ["model", "WikiText", "LAMBADA", "FineWeb-Edu", "zero-shot average", "here"],
-        [
-            [name, *(_figure(value) for value in row), _figure(paper.ZERO_SHOT.get(name)), "not run"]
-            for name, row in paper.PERPLEXITY.items()
-        ],
+    head = ["model", "paper: WikiText", "LAMBADA", "FineWeb-Edu", "zero-shot average"]
+    language = markdown_table(
+        [*head, "here: seeds", "validation", "WikiText-2", "LAMBADA"],
+        [_language_row(name, texts.get(name, [])) for name in paper.PERPLEXITY],
     )
     return [
         "**Addition**, % of whole sums right, teacher-forced, longer than in training (paper: 124M, one seed). * marks "
         "differences above twice our spread over seeds; levels of smaller models need not agree.",
         addition,
-        "**Language**, perplexities and zero-shot average at 124M to 130M parameters on 49.2B tokens.",
-        texts,
+        "**Language**, perplexities and zero-shot average at 124M to 130M parameters on 49.2B tokens of FineWeb-Edu. "
+        "Ours are of smaller models on other, far fewer tokens: their order may be compared, their levels may not.",
+        language,
     ]
+
+
+def _language_row(name: str, ours: Sequence[TextOutcome]) -> list[str]:
+    row = [name, *map(_figure, (*paper.PERPLEXITY[name], paper.ZERO_SHOT.get(name)))]
+    if not ours:
+        return [*row, "not run", "-", "-", "-"]
+    told = (("validation", "perplexity"), ("wikitext2", "word_perplexity"), ("lambada", "perplexity"))
+    return [*row, str(len(ours)), *(_of_seeds([o.scores[t][f] for o in ours if t in o.scores]) for t, f in told)]
+
+
+def _of_seeds(values: Sequence[float]) -> str:
+    return spread(values, 1) if values else "-"
 
 
 def _addition_row(name: str, ours: Sequence[Outcome]) -> list[str]:
@@ -110,10 +133,9 @@ def _addition_row(name: str, ours: Sequence[Outcome]) -> list[str]:
     values = [100 * value for o in ours if (value := o.mean("exact", longer=True)) is not None]
     if not values:
         return [*told, "not run", "-", "-"]
-    spread = stdev(values) if len(values) > 1 else 0.0
     off = mean(values) - row.longer
-    mark = "*" if len(values) > 1 and abs(off) > 2 * spread else ""
-    return [*told, str(len(values)), f"{mean(values):.1f} ± {spread:.1f}", f"{off:+.1f}{mark}"]
+    mark = "*" if len(values) > 1 and abs(off) > 2 * stdev(values) else ""
+    return [*told, str(len(values)), spread(values, 1), f"{off:+.1f}{mark}"]
 
 
 def _figure(value: float | None) -> str:
@@ -126,5 +148,7 @@ def _open(results: Path, outcomes: dict[str, list[Outcome]]) -> str:
     missing = [name for name in paper.ADDITION if name not in outcomes]
     if missing:
         parts.append(f"* Table 3 (addition) has no figure of ours for {', '.join(missing)}.")
-    parts.append("* The paper's perplexities and zero-shot averages (49.2B tokens) have no figure of ours.")
+    parts.append(
+        "* The paper's perplexities and zero-shot averages (49.2B tokens) have no figure of ours at that size."
+    )
     return "\n".join(parts)

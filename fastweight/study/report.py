@@ -104,8 +104,12 @@ def _told(outcomes: Sequence[Outcome]) -> str:
 
 
 def _tables(study: Study, outcomes: Sequence[Outcome]) -> list[str]:
-    groups, parts = by_arm(study, outcomes), []
-    for measure in (m for m in MEASURES if m in outcomes[0].shares):
+    """Tables of each measure over the outcomes that have it; outcomes of another study may have fewer."""
+    parts = []
+    for measure in MEASURES:
+        groups = by_arm(study, [o for o in outcomes if measure in o.shares])
+        if not groups:
+            continue
         parts += [
             f"## {MEASURES[measure].capitalize()}",
             summary_table(study, groups, measure),
@@ -144,7 +148,7 @@ def _draw(study: Study, outcomes: Outcomes, path: Path) -> None:
     if texts:
         text_report.draw(by_arm(study, texts), path)
     else:
-        measure = "exact" if "generated" in drawn[0].shares else "token"
+        measure = "exact" if any("generated" in o.shares for o in drawn) else "token"
         picture.draw(by_arm(study, drawn), measure, MEASURES[measure], path)
 
 

@@ -89,6 +89,8 @@ def draw(groups: Groups, path: Path) -> None:
         )
     left.set_yticks(range(len(groups)), list(groups))
     left.invert_yaxis()
+    left.locator_params(axis="x", nbins=5)
+    left.ticklabel_format(axis="x", useOffset=False)
     left.set(xlabel="nats a token", title="Validation loss: every seed, and their mean")
     right.set_xscale("log", base=2)
     right.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
