@@ -4,8 +4,10 @@
 
 One head of one sequence is read segment by segment, the State carried on, once in bfloat16 by the path that training
 takes (kernels on a GPU, float32 arithmetic on a CPU) and once in float64 from the same rounded inputs. A memory that
-accumulated errors would show a line that rises. Traps: inputs are drawn segment by segment from one generator, so the
-sequence can be as long as one likes; carries go up to 1 - 1e-4, so that a memory reaches ten thousand tokens back.
+accumulated errors would show a line that rises. The judge in float64 is the chunk form, because a million tokens one by
+one take minutes; on the first JUDGED tokens it must equal the recurrence itself. Traps: inputs are drawn segment by
+segment from one generator, so the sequence can be as long as one likes; carries go up to 1 - 1e-4, so that a memory
+reaches ten thousand tokens back.
 """
 
 import argparse
@@ -20,6 +22,7 @@ from torch import Tensor
 import fastweight as fw
 
 SEED = 0
+JUDGED, SAME = 1024, 1e-11
 
 
 def segments(rule: fw.Rule, T: int, length: int, K: int, V: int, device: Any) -> Any:
@@ -38,6 +41,21 @@ def error(found: Tensor, exact: Tensor) -> float:
     return float((found.double() - exact).norm() / exact.norm())
 
 
+def judged(rule: fw.Rule, inputs: list[Tensor]) -> float:
+    """How far the chunk form in float64 is from one token at a time; more than rounding raises RuntimeError."""
+    wide = [t[:, :JUDGED].double() for t in inputs]
+    by_chunk, by_token = (
+        fw.fast_weight_attention(*wide, rule=rule, output_final_state=True, backend="torch", form=form)
+        for form in ("chunk", "recurrent")
+    )
+    assert by_chunk[1] is not None, "it was asked for"
+    assert by_token[1] is not None, "it was asked for"
+    worst = max(error(by_chunk[0], by_token[0]), error(by_chunk[1].S, by_token[1].S))
+    if not worst <= SAME:
+        raise RuntimeError(f"{rule.name}: the chunk form in float64 is {worst} from the recurrence, expected {SAME}")
+    return worst
+
+
 def drift(rule: fw.Rule, T: int, length: int, K: int, V: int, device: Any, limit: float) -> dict[str, Any]:
     """Errors of outputs and memory at the end of every segment; stops after `limit` seconds."""
     found: dict[str, Any] = {"rule": rule.name, "position": [], "o": [], "S": []}
@@ -45,6 +63,8 @@ def drift(rule: fw.Rule, T: int, length: int, K: int, V: int, device: Any, limit
     begun = told = time.monotonic()
     for turn, inputs in enumerate(segments(rule, T, length, K, V, device), 1):
         with torch.no_grad():
+            if turn == 1:
+                found["judge"] = judged(rule, inputs)
             o, state = fw.fast_weight_attention(*inputs, rule=rule, initial_state=state, output_final_state=True)
             exact, exact_state = fw.fast_weight_attention(
                 *(t.double() for t in inputs),

@@ -5,9 +5,10 @@
     python -m benchmarks.long_train --data SHARDS --tokens 4096,16384 --set model.hidden_size=64 ...    a rehearsal
 
 For each recipe, in a process of its own: some seconds of training on short rows of the text, so that a loss means
-something; the loss of every token of a long row that was held out, read at once and again segment by segment with the
-state carried on, which must agree; then forward + backward + step on rows of each length, with checkpointing, bfloat16
-weights and the loss chunk by chunk: tokens/s, and peak bytes per token beyond weights and optimizer.
+something; the loss of every token of a long row that was held out, read at once, again segment by segment with the
+state carried on, which must agree, and by a reader who begins afresh every short row; then forward + backward + step on
+rows of each length, with checkpointing, bfloat16 weights and the loss chunk by chunk: tokens/s, and peak bytes per
+token beyond weights and optimizer.
 
 Traps: the plan follows every tensor that autograd or an operator hands out (through fake tensors, so it computes
 nothing), not what kernels allocate inside; it is eager, as the run is. The held-out row is the end of the split; rows
@@ -93,22 +94,31 @@ def losses(model: Any, ids: Tensor, segment: int) -> Tensor:
     return torch.cat(found, 1)[:, :-1]
 
 
-def by_position(of_tokens: Tensor) -> list[dict[str, float]]:
-    """Mean losses between powers of two of the position, over all rows."""
+def by_position(of_tokens: Tensor, fresh: Tensor) -> list[dict[str, float]]:
+    """Mean losses between powers of two of the position, over all rows, and of the same tokens read afresh."""
     edges = [0, *(2**power for power in range(6, of_tokens.shape[1].bit_length())), of_tokens.shape[1]]
     spans = [(start, stop) for start, stop in pairwise(edges) if stop > start]
-    return [{"from": start, "to": stop, "loss": float(of_tokens[:, start:stop].mean())} for start, stop in spans]
+    return [
+        {"from": start, "to": stop}
+        | {"loss": float(of_tokens[:, start:stop].mean()), "fresh": float(fresh[:, start:stop].nanmean())}
+        for start, stop in spans
+    ]
 
 
-def read(model: Any, ids: Tensor, length: int, segment: int) -> dict[str, Any]:
-    """Loss against position on rows of `length`, at once and in segments, and by how much blocks of them differ."""
+def read(model: Any, ids: Tensor, length: int, segment: int, short: int) -> dict[str, Any]:
+    """Loss against position on rows of `length`, at once and in segments, and by how much blocks of them differ; the
+    curve has beside it the losses of a reader who forgets all every `short` tokens."""
     ids = ids[: len(ids) // length * length].view(-1, length)
     whole = losses(model, ids, length)
     parts = losses(model, ids, segment)
     pairs = zip(whole.split(CHUNK, 1), parts.split(CHUNK, 1), strict=True)
     worst = float(torch.stack([(a.mean() - b.mean()).abs() / a.mean() for a, b in pairs]).max())  # NaN stays NaN
+    short = short if length % short == 0 else length
+    # The first token of each short row has no loss there.
+    fresh = F.pad(losses(model, ids.view(-1, short), short), (1, 0), value=float("nan")).view_as(ids)[:, 1:]
     found = {"rows": len(ids), "length": length, "segment": segment, "mean": round(float(whole.mean()), 4)}
-    return found | {"difference": worst, "agrees": worst <= AGREES, "curve": by_position(whole)}
+    found |= {"short": short, "fresh": round(float(fresh.nanmean()), 4)}
+    return found | {"difference": worst, "agrees": worst <= AGREES, "curve": by_position(whole, fresh)}
 
 
 def measure(model: Any, ids: Tensor, length: int, repeats: int) -> dict[str, Any]:
@@ -174,7 +184,7 @@ def worker(chosen: argparse.Namespace, recipe: str) -> None:
     if chosen.learn:
         say("learned", **learn(model, before, chosen.learn, chosen.rows, chosen.learn_tokens, 1e-3))
     for length in chosen.tokens:
-        say("read", **read(model, held_out, length, min(chosen.segment, length // 2)))
+        say("read", **read(model, held_out, length, min(chosen.segment, length // 2), chosen.learn_tokens))
     for length in chosen.tokens:
         say("step", **measure(model, held_out, length, chosen.repeats))
 
@@ -229,9 +239,10 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     figure, axes = plt.subplots(figsize=(7, 3.8))
     for row in read:
         x = [(point["from"] + point["to"]) / 2 for point in row["curve"]]
-        style = "-" if row["rows"] > 1 else "--"
         label = f"{row['recipe']}, {row['rows']} x {row['length']:,}"
-        axes.plot(x, [point["loss"] for point in row["curve"]], style, marker="o", markersize=3, label=label)
+        (line,) = axes.plot(x, [point["loss"] for point in row["curve"]], marker="o", markersize=3, label=label)
+        forgetful = f"the same, afresh every {row['short']:,}"
+        axes.plot(x, [point["fresh"] for point in row["curve"]], ":", color=line.get_color(), label=forgetful)
     for length in {row["length"] for row in rows if row["part"] == "learned"}:
         axes.axvline(length, color="#8a94a6", linestyle=":")
         axes.text(length, axes.get_ylim()[1], " longest in training", fontsize=8, va="top", color="#5b6472")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import long_train, needle, scaling
+from benchmarks import long_context, long_train, needle, scaling
 from fastweight.models import FastWeightConfig, FastWeightForCausalLM
 
 
@@ -70,9 +70,11 @@ def test_losses_of_tokens_are_those_of_the_model_in_any_segments(model: FastWeig
         found = long_train.losses(model, ids, segment)
         assert found.shape == (2, 49)
         assert_close(found.mean(), expected, torch.float32)
-    row = long_train.read(model, ids.flatten(), 50, 7)
+    row = long_train.read(model, ids.flatten(), 50, 7, short=10)
     assert (row["rows"], row["agrees"]) == (2, True)
-    spans = [(point["from"], point["to"]) for point in long_train.by_position(torch.zeros(1, 200))]
+    afresh = [model(input_ids=part, labels=part).loss.item() for part in ids.view(-1, 1, 10)]
+    assert row["fresh"] == pytest.approx(sum(afresh) / len(afresh), abs=1e-4)
+    spans = [(p["from"], p["to"]) for p in long_train.by_position(torch.zeros(1, 200), torch.zeros(1, 200))]
     assert spans == [(0, 64), (64, 128), (128, 200)]
     mean = sum((p["to"] - p["from"]) * p["loss"] for p in row["curve"]) / 49
     assert mean == pytest.approx(float(expected), rel=1e-5)
@@ -80,10 +82,12 @@ def test_losses_of_tokens_are_those_of_the_model_in_any_segments(model: FastWeig
 
 def test_readings_that_differ_do_not_agree(model: FastWeightForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     ids = torch.zeros(64, dtype=torch.long)
+    n_losses = {64: (1, 63), 16: (1, 63), 8: (8, 7)}
     for other, agrees in ((3.01, True), (3.1, False), (float("nan"), False)):
-        by_segment = {64: 3.0, 16: other}
-        monkeypatch.setattr(long_train, "losses", lambda model, ids, n, by=by_segment: torch.full((1, 63), by[n]))
-        assert long_train.read(model, ids, 64, 16)["agrees"] is agrees
+        found = {64: 3.0, 16: other, 8: 4.0}
+        monkeypatch.setattr(long_train, "losses", lambda model, ids, n, of=found: torch.full(n_losses[n], of[n]))
+        row = long_train.read(model, ids, 64, 16, short=8)
+        assert (row["agrees"], row["fresh"]) == (agrees, 4.0)
 
 
 def test_allocations_follow_storages_as_they_come_and_go() -> None:
@@ -113,3 +117,25 @@ def test_a_failed_recipe_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (row,) = json.loads((tmp_path / "long_train.json").read_text())
     assert (row["recipe"], row["part"]) == ("falcon-1.3", "failed")
     assert row["reason"].startswith("exit code 1")
+
+
+def test_drift_is_measured_against_a_judge_that_is_the_recurrence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["--rules", "falcon-1,falcon-3a", "--tokens", "256", "--segment", "64", "--width", "8"]
+    long_context.main([*words, "--out", str(tmp_path)])
+    results = json.loads((tmp_path / "drift.json").read_text())["results"]
+    for result in results:
+        assert result["judge"] < 1e-12
+        assert result["position"] == [64, 128, 192, 256]
+        assert max(result["o"]) < 5e-3  # bfloat16 outputs
+        assert max(result["S"]) < 1e-5
+    whole = long_context.fw.fast_weight_attention
+
+    def wrong(*given: torch.Tensor, form: str = "auto", **how: object) -> object:
+        o, state = whole(*given, form=form, **how)
+        return (o * (1 + 1e-9) if form == "chunk" else o), state
+
+    monkeypatch.setattr(long_context.fw, "fast_weight_attention", wrong)
+    with pytest.raises(RuntimeError, match="falcon-1: the chunk form"):
+        long_context.main([*words, "--out", str(tmp_path)])
