@@ -56,7 +56,7 @@ class SoftmaxAttention(nn.Module):
             cu_seqlens: bounds of N documents packed in one row (batch 1, no state).
             state: an object whose `update(k, v)` stores keys and values [B, H, T, d] and returns all of them, and
                 whose `get_seq_length()` counts the stored ones (a cache layer of transformers), or one of fixed size
-                that also knows which of them are real (`models.cache.StaticKeyValueLayer`).
+                that also knows which of them are real (`models.cache_layers.StaticKeyValueLayer`).
             output_state: whether to return `state` (updated in place).
             position_ids: of the new tokens; None counts the real tokens before each (inside its document).
             overwrite_state: not used; keys and values are always added in place.

@@ -15,7 +15,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fastweight.layers.memory_mixer import LayerState
-from fastweight.models.cache import FastWeightCache, KeyValueLayer
+from fastweight.models.cache import FastWeightCache
+from fastweight.models.cache_layers import KeyValueLayer
 from fastweight.models.config import FastWeightConfig
 
 FORMAT = "fastweight-state"
