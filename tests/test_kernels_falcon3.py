@@ -65,10 +65,10 @@ def test_interpreted_operator_foresees_its_shapes():
 
 @pytest.mark.parametrize(
     ("asked", "window", "K", "reason"),
-    [(None, 4, 64, "large shapes"), ("1", 5, 64, "windows above 4"), ("1", 4, 256, "widths of 128")],
+    [(None, 4, 64, "not checked on a device"), (None, 8, 64, "not checked"), ("1", 4, 256, "widths of 128")],
 )
 def test_refused_on_a_device(monkeypatch, asked, window, K, reason):
-    """What is wrong or unchecked there: such a call must not run, whoever asks."""
+    """What is unchecked there must be asked for, and what is too wide does not run, whoever asks."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from fastweight.kernels import dispatch, unproven
@@ -157,6 +157,8 @@ LARGE = {
     "own keys, scaled ridge": case("falcon-3", {"pairing": "same-step", "ridge": "scaled"}, state=True),
     "strong decay": case("falcon-3", ridge=1e3),
     "two pairs": case("falcon-3", W2, state=True),
+    "six pairs": case("falcon-3", {"window": 6}, state=True),
+    "eight pairs": case("falcon-3", {"window": 8}, state=True),
 }
 
 
@@ -180,6 +182,7 @@ class TestOnDevice:
     def test_window_goes_on(self, name):
         check_continued("cuda", torch.bfloat16, rule="falcon-3", **CONTINUED[name], width=64)
 
-    def test_packed(self):
-        test = at(case("falcon-3", cuts=(0, 1, 1, 25, 150), state=True), 1, 150, 2, 2, 64, 64)
+    @pytest.mark.parametrize("window", [4, 8])
+    def test_packed(self, window):
+        test = at(case("falcon-3", {"window": window}, cuts=(0, 1, 1, 25, 150), state=True), 1, 150, 2, 2, 64, 64)
         check(test, torch.bfloat16, "cuda")
