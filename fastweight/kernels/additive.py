@@ -1,4 +1,4 @@
-"""Scalar-gain inner-product rules in chunks: falcon-1a, falcon-3a and linear attention, with all gradients.
+"""Scalar-gain inner-product rules in chunks: (q, k, v, weight) -> (o, final S), for falcon-1a, -3a, linear attention.
 
 A chunk is STRIDE = 64 - (R - 1) steps, worked on as 64 rows: the R - 1 pairs before it, which its first steps write
 again, and its own. With G the cumulative log2 decay of its steps, F = G or G one step before (the read), w = eta / B:
@@ -8,12 +8,12 @@ again, and its own. With G the cumulative log2 decay of its steps, F = G or G on
 
 gates.py makes w and G, `fold` the sums over R steps that W consists of. `forward` walks the chunks, `backward_state`
 walks them in reverse for the state gradients alone (hopper_additive.py is faster for some calls), and where sequences
-are walked in pieces `join` finds the states between them. `backward_token` (one program a chunk) makes all else. A pair
-that two chunks write has its second share of the gradient kept apart and added by `backward_halo`, so that results do
-not depend on the order of programs.
+are walked in pieces `join` finds the states between them. In additive_gradient.py `backward_token` makes all else, one
+program a chunk. A pair that two chunks write has its second share of the gradient kept apart and added there by
+`backward_halo`, so that results do not depend on the order of programs.
 
 Traps: with R = 1 W is D and nothing is shared. Row i of a chunk is its step i, rows below 0 are the pairs before it.
-What a product needs transposed is made the other way round, as in solve.py; no loop is pipelined, as there.
+What a product needs transposed is made the other way round, as in solve.py.
 """
 
 # pyright: basic, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false

@@ -1,6 +1,7 @@
 """Inner-product class, the part of backward that is parallel over chunks: state gradients -> all gradients.
 
-Notation, algebra and traps as in additive.py. For every call; hopper_additive_gradient.py is faster for some.
+Notation, algebra and traps as in additive.py, and no loop is pipelined, as in solve_gradient.py. For every call;
+hopper_additive_gradient.py is faster for some.
 """
 
 # pyright: basic, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false

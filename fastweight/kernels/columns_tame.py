@@ -47,7 +47,7 @@ def as_operand(log_decay, LOW: tl.constexpr):
 
 @triton.jit
 def summed_across(passed, DOT: tl.constexpr):
-    """The same of [BV, 64]."""
+    """Sums up to and with each token of [BV, 64]."""
     i = tl.arange(0, 64)
     ones = tl.where(i[:, None] <= i[None, :], 1.0, 0.0).to(passed.dtype)
     return tl.dot(passed, ones, input_precision=DOT)

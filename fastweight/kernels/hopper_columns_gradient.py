@@ -191,9 +191,8 @@ def backward_token(
     dtype: gl.constexpr = q.dtype.element_ty
     landed = new_barrier()
     s_out = gl.allocate_shared_memory(dtype, [2, 64, V], SHARED)  # gradients of outputs and values, then r and m
-    s_in = gl.allocate_shared_memory(
-        dtype, [2 * HALVES, 64, 64], SHARED
-    )  # columns of q (later, of the gradient of x), then of x
+    # Columns of q (later, of the gradient of x), then of x.
+    s_in = gl.allocate_shared_memory(dtype, [2 * HALVES, 64, 64], SHARED)
     s_end = gl.allocate_shared_memory(gl.float32, [V], LINE)
     s_decay = gl.allocate_shared_memory(gl.float16, [64, V], SHARED)
     i = rows(TILE)

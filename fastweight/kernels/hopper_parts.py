@@ -1,4 +1,4 @@
-"""What the Hopper forms of the token-parallel gradients share: copies into shared memory, products, masks, stores.
+"""What Hopper kernels share: layouts and barriers; of token-parallel gradients also copies, products, masks, stores.
 
 Gluon states what plain Triton leaves to its compiler: every tile that several products need lies in shared memory once,
 brought there by asynchronous copies, products wait for nothing but their operands, and an accumulator gives each warp

@@ -1,4 +1,4 @@
-"""Scalar-gain regression in chunks: (q, k, v, step) -> (o, final S) and all gradients, for falcon-1 and delta rules.
+"""Scalar-gain regression in chunks: (q, k, v, step) -> (o, final S) and state gradients, for falcon-1 and delta rules.
 
 Within a chunk of 64 tokens with state S_0 at its start, G the cumulative log2 decay (inclusive), E = G or G one row
 before (residual on the decayed or on the undecayed state), D_ij = 2^(E_i - G_j) for j < i:
@@ -8,15 +8,14 @@ before (residual on the decayed or on the undecayed state), D_ij = 2^(E_i - G_j)
     S_C = 2^G_C S_0 + X^T (2^(G_C - G) .* eta .* R)
 
 Kernels, after gates.py made eta and G: `invert` (one program a chunk) makes (I + N)^-1; `forward` walks the chunks and
-keeps R and the chunk states; `backward_state` walks them in reverse and makes dY and the state gradients;
-`backward_token` in
-solve_gradient.py (one program a chunk) makes the rest, step sizes included. `advance` is for few long sequences: what a
-piece of one does to any state, so that pieces can be walked side by side.
+keeps R and the chunk states; `rebuild` makes those again from R; `backward_state` walks the chunks in reverse and makes
+dY and the state gradients; `backward_token` in solve_gradient.py (one program a chunk) makes the rest, step sizes
+included. `advance` is for few long sequences: what a piece of one does to any state, so that pieces can be walked side
+by side once `compose` has found the states between them.
 
 Traps: the inverse is stored without its unit diagonal, so that R starts from Y in float32. What a product needs
 transposed is made the other way round, never transposed from an accumulator (Triton 3.6 miscompiles that at width 64 on
-Hopper). No loop of `backward_token` is pipelined: with two stages gradients came out wrong. The gradient of a log-decay
-is a sum of terms that all carry it, not a difference of totals, or strong decay drowns it.
+Hopper).
 """
 
 # pyright: basic, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
