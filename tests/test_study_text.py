@@ -73,7 +73,7 @@ def text_outcome(arm: str, seed: int) -> TextOutcome:
 
 
 def test_the_report_compares_losses_seed_by_seed(tmp_path: Path) -> None:
-    study = Study("texts", "About.", "lm-small", {"a": [], "b": []}, "a", seeds=2)
+    study = Study("texts", "About.", "lm-small", {"a": [], "b": []}, "a", ["task.data=here"], seeds=2)
     files = write_study(study, [text_outcome(*member) for member in LOSSES], tmp_path, [{"commit": "abc"}])
     told = files[1].read_text()
     # Differences -0.1 and -0.2: mean -0.15, standard deviation 0.0707, over the root of 2.
@@ -81,6 +81,7 @@ def test_the_report_compares_losses_seed_by_seed(tmp_path: Path) -> None:
     assert "| 25.0 ± 0.0 | 70.0 ± 0.0 | 5,000 | - |" in told
     assert "2,048 tokens" in told
     assert "| b | 3.950 | 1.950 |" in told  # every other position, the last among them
+    assert "task.data" not in told + files[0].read_text(), "a path of one machine"
     assert files[2].stat().st_size > 10_000
     again = json.loads(files[0].read_text())["outcomes"]
     assert [asdict(outcome_from(raw)) for raw in again] == again

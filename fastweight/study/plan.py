@@ -12,7 +12,7 @@ parameters, so two arms of one seed start alike only where their parameters have
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,11 @@ class Study:
     def run(self, arm: str, seed: int) -> Run:
         """The recipe of one arm and seed; ValueError for settings that the recipe does not know."""
         return load_recipe(self.recipe, [*self.settings, *self.arms[arm], f"training.seed={seed}"])
+
+    def told(self) -> dict[str, Any]:
+        """Plain data for a report, without where data lies, which says nothing to others."""
+        settings = [setting for setting in self.settings if not setting.startswith("task.data=")]
+        return {**asdict(self), "settings": settings}
 
     def members(self) -> list[tuple[str, int]]:
         """All (arm, seed): one seed of every arm before the next, so that a study cut short still compares arms."""

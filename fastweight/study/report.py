@@ -122,7 +122,8 @@ def _tables(study: Study, outcomes: Sequence[Outcome]) -> list[str]:
 
 
 def _settings(study: Study) -> str:
-    return f"Settings of all arms: `{', '.join(study.settings)}`." if study.settings else ""
+    settings = study.told()["settings"]
+    return f"Settings of all arms: `{', '.join(settings)}`." if settings else ""
 
 
 def write_study(study: Study, outcomes: Outcomes, out: Path, made: Sequence[Mapping[str, str]]) -> list[Path]:
@@ -135,7 +136,7 @@ def write_study(study: Study, outcomes: Outcomes, out: Path, made: Sequence[Mapp
         raise ValueError(f"study: {out} holds no outcome of {study.name}, expected at least one trained arm")
     out.mkdir(parents=True, exist_ok=True)
     data, text, drawn = out / STUDY, out / "README.md", out / "study.png"
-    write_json(data, {"made": list(made), "study": asdict(study), "outcomes": [asdict(o) for o in outcomes]})
+    write_json(data, {"made": list(made), "study": study.told(), "outcomes": [asdict(o) for o in outcomes]})
     write_text(text, page(study, outcomes, made, drawn.name, findings(out)))
     _draw(study, outcomes, drawn)
     return [data, text, drawn]

@@ -8,7 +8,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import mean
 
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
 from fastweight.evaluation.page import markdown_table
+from fastweight.evaluation.picture import COLOURS, MARKERS
 from fastweight.evaluation.text_outcomes import LAST_WORDS, TextOutcome
 from fastweight.study.figures import difference, spread
 from fastweight.study.plan import Study
@@ -66,40 +71,44 @@ def positions(groups: Groups) -> str:
 
 def draw(groups: Groups, path: Path) -> None:
     """Write the picture: losses of every seed, and mean losses against tokens in context."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    from fastweight.evaluation.picture import COLOURS, MARKERS
-
     figure = Figure(figsize=(11, 1.8 + 0.3 * max(len(groups), 8)), layout="constrained")
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)
-    for row, (arm, group) in enumerate(groups.items()):
-        colour, losses = COLOURS[row % len(COLOURS)], _of(group, VALIDATION, "loss")
-        left.plot(losses, [row] * len(losses), "o", color=colour, alpha=0.7, markersize=5)
-        left.plot([mean(losses)], [row], "|", color="black", markersize=14, markeredgewidth=1.6)
-        right.plot(
-            [point[0] for point in group[0].positions],
-            [_at(group, i) for i in range(len(group[0].positions))],
-            color=colour,
-            marker=MARKERS[row % len(MARKERS)],
-            linestyle=("-", "--", "-.", ":")[row // len(COLOURS) % 4],
-            markersize=4,
-            label=arm,
-        )
-    left.set_yticks(range(len(groups)), list(groups))
-    left.invert_yaxis()
-    left.locator_params(axis="x", nbins=5)
-    left.ticklabel_format(axis="x", useOffset=False)
-    left.set(xlabel="nats a token", title="Validation loss: every seed, and their mean")
-    right.set_xscale("log", base=2)
-    right.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    right.set(xlabel="tokens in context", ylabel="nats a token", title="What more context is worth")
+    _draw_losses(left, groups)
+    _draw_positions(right, groups)
     for panel in (left, right):
         panel.grid(color="#E5E5E5", linewidth=0.6)
         panel.spines[["top", "right"]].set_visible(False)
     figure.legend(*right.get_legend_handles_labels(), loc="outside right center", frameon=False, fontsize=8)
     figure.savefig(path, dpi=120)
+
+
+def _draw_losses(panel: Axes, groups: Groups) -> None:
+    for row, group in enumerate(groups.values()):
+        losses = _of(group, VALIDATION, "loss")
+        panel.plot(losses, [row] * len(losses), "o", color=COLOURS[row % len(COLOURS)], alpha=0.7, markersize=5)
+        panel.plot([mean(losses)], [row], "|", color="black", markersize=14, markeredgewidth=1.6)
+    panel.set_yticks(range(len(groups)), list(groups))
+    panel.invert_yaxis()
+    panel.locator_params(axis="x", nbins=5)
+    panel.ticklabel_format(axis="x", useOffset=False)
+    panel.set(xlabel="nats a token", title="Validation loss: every seed, and their mean")
+
+
+def _draw_positions(panel: Axes, groups: Groups) -> None:
+    for row, (arm, group) in enumerate(groups.items()):
+        panel.plot(
+            [point[0] for point in group[0].positions],
+            [_at(group, i) for i in range(len(group[0].positions))],
+            color=COLOURS[row % len(COLOURS)],
+            marker=MARKERS[row % len(MARKERS)],
+            linestyle=("-", "--", "-.", ":")[row // len(COLOURS) % 4],
+            markersize=4,
+            label=arm,
+        )
+    panel.set_xscale("log", base=2)
+    panel.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    panel.set(xlabel="tokens in context", ylabel="nats a token", title="What more context is worth")
 
 
 def _of(group: Iterable[TextOutcome], text: str, figure: str) -> list[float]:
