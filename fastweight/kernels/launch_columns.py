@@ -10,7 +10,6 @@ Saved for the backward pass, per token and value head: 4 bytes of key energy, an
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from fastweight.kernels import columns, columns_gradient, columns_tame, launch_hopper_gradient, unproven
@@ -73,38 +72,51 @@ def token_tile(K: int, dtype: torch.dtype, num_warps: int) -> Tile:
 def forward(plan, q, k, v, beta, lam, state0, key0, has_key, mask, cu_seqlens, save):
     """o, final S, key energies and chunk states."""
     given = Inputs.of(plan, q, k, v, beta, lam, key0, has_key, mask)
-    (B, T, H, V), K, dtype = v.shape, q.shape[3], v.dtype
+    (B, T, H, V), K = v.shape, q.shape[3]
     where = Geometry.of(B, T, cu_seqlens)
     o = torch.empty_like(given.v)
     state1 = torch.empty(where.sequences, H, K, V, dtype=torch.float32, device=v.device)
     states = v.new_empty(where.slots if save else 0, H, K, V)
     energies = state1.new_empty(H, where.tokens if save else 0)
-    tile = walk_tile(K, V, dtype)
-    grid = where.sequences * H * triton.cdiv(V, tile.BV)
-    walk = Walk.of(where, grid)
+    programs = programs_of(walk_tile, given, where)
+    walk = Walk.of(where, programs)
     paths = draw_paths(plan, v, 16, flip=True)
-
-    def run(state0: Tensor | None, state1: Tensor, save: bool, spans: Tensor | None = None) -> None:
-        programs = (grid * walk.segments,)
-        start0 = None if state0 is None else state0.contiguous()
-        numbers = *walk.arguments, float(plan.eps), float(plan.floor)
-        flags = {"BEFORE": plan.before, "SAVE": save, **settings(plan, given), **tile._asdict()}
-        made = start0, o, energies, states, state1, spans
-        wild = None
-        if walk.segments == 1 and forgets_little(plan, given, given.v, states, where):
-            wild = torch.empty(programs, dtype=torch.int8, device=v.device)
-            start(columns_tame.forward, programs, *given, *made, wild, *numbers, **flags)
-        start(columns.forward, programs, *given, paths, *made, wild, *numbers, **flags)
-
+    made = paths, o, energies, states
     if walk.segments > 1:
         local = state1.new_empty(where.sequences * walk.segments, H, K, V)
         spans = state1.new_empty(where.sequences * walk.segments, H, 1, V)
-        run(None, local, False, spans)
-        run(chain(_decays(walk, spans), walk.pieces(local), state0, reverse=False), local, save)
+        walk_forward(plan, given, walk, made, None, local, False, spans)
+        begins = chain(_decays(walk, spans), walk.pieces(local), state0, reverse=False)
+        walk_forward(plan, given, walk, made, begins, local, save)
         state1 = walk.pieces(local)[:, -1].contiguous()
-    elif grid:
-        run(state0, state1, save)
+    elif programs:
+        walk_forward(plan, given, walk, made, state0, state1, save)
     return o, state1, energies, states
+
+
+def programs_of(tile_of: Any, given: Inputs, where: Geometry) -> int:
+    """Programs that walk one piece of every sequence."""
+    K, (_, _, H, V) = given.q.shape[3], given.v.shape
+    return where.sequences * H * -(-V // tile_of(K, V, given.v.dtype).BV)
+
+
+def walk_forward(
+    plan: Plan, given: Inputs, walk: Walk, made: tuple[Tensor, ...], state0: Tensor | None, state1: Tensor, save: bool,
+    spans: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Fills state1 and what was made: o, with `save` energies and states; spans, if given: log2 decays of pieces."""
+    paths, o, energies, states = made
+    tile = walk_tile(given.q.shape[3], given.v.shape[3], given.v.dtype)
+    programs = (programs_of(walk_tile, given, walk.where) * walk.segments,)
+    numbers = *walk.arguments, float(plan.eps), float(plan.floor)
+    flags = {"BEFORE": plan.before, "SAVE": save, **settings(plan, given), **tile._asdict()}
+    start0 = None if state0 is None else state0.contiguous()
+    filled = start0, o, energies, states, state1, spans
+    wild = None
+    if walk.segments == 1 and forgets_little(plan, given, given.v, states, walk.where):
+        wild = torch.empty(programs, dtype=torch.int8, device=given.v.device)
+        start(columns_tame.forward, programs, *given, *filled, wild, *numbers, **flags)
+    start(columns.forward, programs, *given, paths, *filled, wild, *numbers, **flags)
 
 
 def _decays(walk: Walk, spans: Tensor) -> Tensor:
@@ -114,34 +126,53 @@ def _decays(walk: Walk, spans: Tensor) -> Tensor:
 
 def backward(plan, d_o, d_state1, q, k, v, beta, lam, key0, has_key, mask, cu_seqlens, saved, want_state):
     """Gradients of q, k, v, beta, lam, the initial S and the initial key."""
-    energies, states = saved
+    energies, _states = saved
     given = Inputs.of(plan, q, k, v, beta, lam, key0, has_key, mask)
-    (B, T, H, V), K, dtype = v.shape, q.shape[3], v.dtype
+    B, T, H, V = v.shape
     where = Geometry.of(B, T, cu_seqlens)
     d_o = d_o.contiguous()
     out = Gradients(given, where, want_state)
-    tile = serial_tile(K, V, dtype)
-    grid = where.sequences * H * triton.cdiv(V, tile.BV)
-    walk = Walk.of(where, grid)
-    steps = float(plan.eps), float(plan.floor)
+    programs = programs_of(serial_tile, given, where)
+    walk = Walk.of(where, programs)
     paths = draw_paths(plan, v, 64, flip=False)
 
     def reverse(d_end: Tensor | None, d_start: Tensor | None, spans: Tensor | None = None) -> None:
-        start(
-            columns.backward_state, (grid * walk.segments,),
-            given.q, d_o, given.beta, given.lam, *given[6:], paths, energies,
-            None if d_end is None else d_end.contiguous(), out.states, d_start, spans,
-            *walk.arguments, *steps, **settings(plan, given), **tile._asdict(),
-        )  # fmt: skip
+        walk_back(plan, given, walk, (paths, energies, out.states), d_o, d_end, d_start, spans)
 
     if walk.segments > 1:
         spans = out.nothing.new_empty(where.sequences * walk.segments, H, 1, V)
         reverse(None, None, spans)
         reverse_in_pieces(reverse, walk, _decays(walk, spans), d_state1, out)
-    elif grid:
+    elif programs:
         reverse(d_state1, out.state0)
+    rest(plan, given, where, d_o, saved, paths, out)
+    return out.result()
+
+
+def walk_back(
+    plan: Plan, given: Inputs, walk: Walk, made: tuple[Tensor, Tensor, Tensor], d_o: Tensor, d_end: Tensor | None,
+    d_start: Tensor | None, spans: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Fills the chunks' state gradients, the last of what was made, and d_start and spans if given."""
+    paths, energies, d_states = made
+    tile = serial_tile(given.q.shape[3], given.v.shape[3], given.v.dtype)
+    start(
+        columns.backward_state, (programs_of(serial_tile, given, walk.where) * walk.segments,),
+        given.q, d_o, given.beta, given.lam, *given[6:], paths, energies,
+        None if d_end is None else d_end.contiguous(), d_states, d_start, spans,
+        *walk.arguments, float(plan.eps), float(plan.floor), **settings(plan, given), **tile._asdict(),
+    )  # fmt: skip
+
+
+def rest(
+    plan: Plan, given: Inputs, where: Geometry, d_o: Tensor, saved: tuple[Tensor, Tensor], paths: Tensor, out: Gradients
+) -> None:
+    """All gradients but that of the initial state, from the chunks' states and state gradients."""
+    energies, states = saved
+    H, K, V, v = given.v.shape[2], given.q.shape[3], given.v.shape[3], given.v
+    steps = float(plan.eps), float(plan.floor)
     if where.slots and H:
-        tile = token_tile(K, dtype, 4)
+        tile = token_tile(K, v.dtype, 4)
         blocks = -(-V // tile.BV)
         shares = energies.new_empty(blocks, 2, H, where.tokens)
         d_scores = given.v.new_empty(blocks, where.slots, H, 64, 64)
@@ -159,6 +190,5 @@ def backward(plan, d_o, d_state1, q, k, v, beta, lam, key0, has_key, mask, cu_se
         start(
             columns_gradient.backward_keys, (where.slots, H),
             *common, energies, states, out.states, shares, d_scores, wild, out.q, out.k, out.lam, out.key0,
-            *tables(where), *steps, **settings(plan, given), **token_tile(K, dtype, 8)._asdict(),
+            *tables(where), *steps, **settings(plan, given), **token_tile(K, v.dtype, 8)._asdict(),
         )  # fmt: skip
-    return out.result()
