@@ -2,6 +2,8 @@
 
 As benchmarks/host.py, nothing is launched, and nothing is sent either: the rank is the second of two in a group that
 only pretends. Counted are launches, calls of torch's operators (allocations and views among them), messages and bytes.
+
+Trap: the operators of one process are counted around its two registered ones, not in them.
 """
 
 import contextlib

@@ -209,6 +209,7 @@ def kernels(rank: int, size: int) -> None:
     for module in (launch_solve, launch_additive):
         engine = module._engine
         module._engine = lambda given, where, *_, engine=engine: (engine(given, where)[0], Walk(where, 3, 1))
+    Walk.of = classmethod(lambda cls, where, programs: cls(where, 3, 1))
     served: list[str] = []
     for module in (borders, relay):
         fits = module.fits
@@ -233,12 +234,14 @@ ENDS: list[tuple[str, dict[str, Any], int]] = [
     ("falcon-1", {"ridge": "scaled"}, 66),
     ("falcon-1a", {}, 66),
     ("falcon-3a", {}, 66),
+    ("falcon-2a", {}, 66),
     ("falcon-3a", {"pairing": "same-step", "window": 3, "step": "direct"}, 20),
 ]
 MIDDLE: list[tuple[str, dict[str, Any], int]] = [
     ("falcon-1", {"pairing": "same-step"}, 9),
     ("falcon-1a", {"step": "direct"}, 9),
     ("falcon-3a", {"ridge": "scaled"}, 9),
+    ("falcon-2a", {"pairing": "same-step"}, 9),
 ]
 
 

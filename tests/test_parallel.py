@@ -129,13 +129,15 @@ def test_settings_that_exclude_each_other(changes, processes, message):
         groups_of(run_of(Path("nowhere"), **changes), processes)
 
 
-@pytest.mark.parametrize("name", ["falcon-1", "gated delta rule", "falcon-1a", "linear attention", "falcon-3a"])
+@pytest.mark.parametrize(
+    "name", ["falcon-1", "gated delta rule", "falcon-1a", "linear attention", "falcon-3a", "falcon-2a"]
+)
 def test_a_rank_calls_little_more_than_one_process(name):
-    """Of the host: a message each way, three launches more, and as many operators as allocations and views need."""
+    """Of the host: a message each way, up to five launches more, operators for allocations and views alone."""
     with no_launches(), pretended():
         alone, shared = step(name, False, calls=1), step(name, True, calls=1)
     assert shared.messages == 2
-    assert alone.launches < shared.launches <= alone.launches + 3
+    assert alone.launches < shared.launches <= alone.launches + 5
     assert shared.operators < 60
 
 
@@ -145,7 +147,8 @@ def test_a_rank_calls_little_more_than_one_process(name):
         ("borders", "falcon-1", {}, True),
         ("1", "falcon-3a", {}, True),
         ("", "falcon-1a", {}, False),
-        ("borders", "falcon-2a", {}, False),
+        ("borders", "falcon-2a", {}, True),
+        ("borders", "falcon-2", {}, False),
         ("borders", "falcon-3", {}, False),
         ("borders", "falcon-3a", {"window": 5}, False),
         ("borders", "falcon-1a", {"timing": "read-before-write"}, False),

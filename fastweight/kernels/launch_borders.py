@@ -19,12 +19,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastweight.kernels import borders, edges_gradient, launch_additive, launch_hopper_additive, launch_solve
+from fastweight.kernels import (
+    borders,
+    edges_gradient,
+    launch_additive,
+    launch_borders_columns,
+    launch_hopper_additive,
+    launch_solve,
+)
 from fastweight.kernels.geometry import Geometry
 from fastweight.kernels.launch import Gradients, Inputs, Plan, Walk, make_steps, start, wide
 
 Exchange = Callable[[Tensor, Tensor], None]  # a message of this rank into those of all, [ranks, ...]
-COLUMNS = 16  # of a state that a program takes
+TAKEN = 16  # columns of a state that a program takes
 
 
 class Message(NamedTuple):
@@ -75,7 +82,7 @@ class Message(NamedTuple):
 
     def flags(self, *names: str) -> dict[str, Any]:
         every = {
-            "K": self.K, "V": self.V, "BK": wide(self.K, 16), "BV": COLUMNS, "WINDOW": self.window,
+            "K": self.K, "V": self.V, "BK": wide(self.K, 16), "BV": TAKEN, "WINDOW": self.window,
             "SHIFT": self.shift, "MATRIX": self.matrix, "COLUMN": self.column, "MAP": self.map, "UNIT": self.size,
             "TAIL": self.tail, "HEAD": self.head,
         }  # fmt: skip
@@ -145,7 +152,7 @@ def _walk_solve(plan: Plan, given: Inputs, walk: Walk, rates, begins: Tensor, o:
     return kept
 
 
-def _reverse_solve(plan: Plan, given: Inputs, walk: Walk, rates, d_o: Tensor, local: Tensor) -> None:
+def _reverse_solve(plan: Plan, given: Inputs, walk: Walk, rates, _saved, d_o: Tensor, local: Tensor) -> None:
     engine, _ = launch_solve._engine(given, walk.where)
     engine.backward_state(plan, given, walk, rates[:2], rates[2], d_o, None, local, None)
 
@@ -179,7 +186,7 @@ def _walk_additive(plan: Plan, given: Inputs, walk: Walk, rates, begins: Tensor,
     return () if states is None else (states,)
 
 
-def _reverse_additive(plan: Plan, given: Inputs, walk: Walk, rates, d_o: Tensor, local: Tensor) -> None:
+def _reverse_additive(plan: Plan, given: Inputs, walk: Walk, rates, _saved, d_o: Tensor, local: Tensor) -> None:
     engine, _ = launch_additive._engine(given, walk.where)
     if engine is launch_additive.HOPPER:
         launch_hopper_additive.backward_state(plan, given, walk, rates[1], d_o, None, local, None, skip=False)
@@ -202,6 +209,12 @@ def _walk_back_additive(plan: Plan, given: Inputs, walk: Walk, rates, saved, d_o
 
 SOLVE = Class(_advance_solve, _walk_solve, _reverse_solve, _walk_back_solve)
 ADDITIVE = Class(_advance_additive, _walk_additive, _reverse_additive, _walk_back_additive)
+COLUMNS = Class(
+    lambda plan, given, where: launch_borders_columns.advance(plan, given, where, _walk_of),
+    launch_borders_columns.walk,
+    launch_borders_columns.reverse,
+    launch_borders_columns.walk_back,
+)
 
 
 class Call(NamedTuple):
@@ -249,7 +262,8 @@ def forward(
     mine = local.new_empty(B, H, message.size)
     if tail is not None:
         messages[0, :, :, message.tail : message.head] = tail
-    _leave(call, given, walk, maps, local, rates[1], mine, messages[0] if tail is None else None)
+    decay = None if message.matrix or message.column else rates[1]
+    _leave(call, given, walk, maps, local, decay, mine, messages[0] if tail is None else None)
     exchange(mine, messages[1:])
     begun = local.new_empty(B, H, K, V)
     begins, last = local.new_empty(B * walk.segments, H, K, V), torch.empty_like(begun) if final else None
@@ -267,9 +281,9 @@ def forward(
     )
 
 
-def _leave(call: Call, given: Inputs, walk: Walk, maps: Tensor, local: Tensor, decay: Tensor, mine, before) -> None:
+def _leave(call: Call, given: Inputs, walk: Walk, maps: Tensor, local: Tensor, decay, mine, before) -> None:
     message, (B, _T, H, V), where = call.message, given.v.shape, walk.where
-    blocks = -(-V // COLUMNS) + (-(-message.K // COLUMNS) if message.matrix else 0)
+    blocks = -(-V // TAKEN) + (-(-message.K // TAKEN) if message.matrix else 0)
     start(
         borders.leave, (B * H, blocks),
         maps, local, decay, given.k, given.v, given.beta, given.lam, mine, before, where.length, where.chunks,
@@ -285,7 +299,7 @@ def _arrive(
     begun, begins, early, last = out
     maps, local = pieces
     start(
-        borders.arrive, (B * H, -(-V // COLUMNS)),
+        borders.arrive, (B * H, -(-V // TAKEN)),
         messages, state0, maps, local, given.q, begun, begins, early, last, B * H, call.rank,
         call.rank + 1 if last is None else call.ranks, T, walk.segments, *call.steps, H=H, KH=given.q.shape[2],
         **call.step_flags, **message.flags("WINDOW", "SHIFT", "MAP", "UNIT", "TAIL", "HEAD"), num_warps=4,
@@ -306,7 +320,7 @@ def backward(
     d_o = d_o.contiguous()
     d_o = d_o.clone() if d_o.data_ptr() % 16 else d_o  # what TMA reads is aligned
     local = torch.empty_like(kept.ended)
-    kind.reverse(plan, given, walk, kept.rates, d_o, local)
+    kind.reverse(plan, given, walk, kept.rates, kept.saved, d_o, local)
     share = [t.flatten(2) for t in d_last or ()]
     back = -(-(message.back + sum(t.shape[2] for t in share)) // 4) * 4
     mine, returned = local.new_empty(B, H, back), local.new_empty(ranks, B, H, back)
@@ -323,7 +337,7 @@ def backward(
 def _return(call: Call, given: Inputs, walk: Walk, maps: Tensor, local: Tensor, d_o: Tensor, mine: Tensor) -> None:
     message, (B, T, H, V) = call.message, given.v.shape
     start(
-        borders.return_, (B * H, -(-V // COLUMNS)),
+        borders.return_, (B * H, -(-V // TAKEN)),
         maps, local, given.q, d_o, mine, T, walk.segments, H=H, KH=given.q.shape[2], BW=wide(V, 16),
         READS=message.reads, **message.flags("MAP") | {"UNIT": mine.shape[2]}, num_warps=4,
     )  # fmt: skip
@@ -333,7 +347,7 @@ def _recede(call: Call, walk: Walk, kept: Kept, local: Tensor, returned: Tensor,
     message, (B, _T, H, V) = call.message, kept.v.shape
     d_next, ends, d_begun = out
     start(
-        borders.recede, (B * H, -(-V // COLUMNS)),
+        borders.recede, (B * H, -(-V // TAKEN)),
         kept.messages, returned, kept.maps, local, d_next, ends, d_begun, B * H, call.rank, call.ranks, walk.segments,
         *call.steps, H=H, BACK=returned.shape[3], FINAL=message.back if final else 0, **call.step_flags,
         **message.flags("WINDOW", "SHIFT", "MAP", "UNIT", "TAIL", "HEAD"), num_warps=4,

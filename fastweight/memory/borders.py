@@ -1,8 +1,8 @@
-"""The op over ranks on kernels for the price of one pass: a scalar gain, dense, read after write.
+"""The op over ranks on kernels for the price of one pass: all rules but regression by column or over windows.
 
 Everything that ranks have to tell each other goes in one message each way (kernels/launch_borders.py), and the whole
-call is one autograd function, so that the host makes little more calls than one process does. Both classes with a gain
-per head are served: regression without, the inner product also with a window.
+call is one autograd function, so that the host makes little more calls than one process does. Served are dense rows,
+read after they are written: regression with a gain per head, the inner product also with a window or by column.
 
 Trap: all ranks must go backward through every call; the final state is computed on all of them, from messages alone.
 """
@@ -30,14 +30,14 @@ def fits(inputs: Inputs, call: Any, around: Around) -> bool:
     if v.is_cuda and not unproven.asked_for("borders"):
         return False
     dense = around.mask is None and around.cu_seqlens is None and v.shape[1] >= max(2 * rule.window, 2)
-    scalar = inputs.beta is None or inputs.beta.ndim == 3
+    known = rule.objective == "inner-product" or not _by_column(inputs)
     window = rule.window <= (LONGEST if rule.objective == "inner-product" else 1)
     narrow = max(inputs.k.shape[-1], v.shape[-1]) <= WIDEST
     usual = rule.read == "plain" and rule.timing == "read-after-write" and not states_are_rebuilt()
     paired = inputs.log_decay is None or _edge(rule) == 0
     held = around.initial_state
     single = held is None or (held.S if isinstance(held, State) else held).dtype == torch.float32
-    if not (dense and scalar and window and narrow and usual and paired and single):
+    if not (dense and known and window and narrow and usual and paired and single):
         return False
     wanted = call.backend == "triton" or (call.backend == "auto" and v.is_cuda)
     plain = call.form in ("auto", "chunk") and call.chunk_size is None
@@ -63,6 +63,10 @@ def attend(
     return o, _state(rule, k.shape[2], *rest) if final else None
 
 
+def _by_column(inputs: Inputs) -> bool:
+    return inputs.beta is not None and inputs.beta.ndim == 4
+
+
 def _edge(rule: Rule) -> int:
     return rule.window - 1 + (rule.pairing == "next-latent")
 
@@ -77,8 +81,10 @@ def _call(inputs: Inputs, rule: Rule, place: Place) -> Any:
         raw and regression, False, rule.window,
     )  # fmt: skip
     widths = inputs.k.shape[3], inputs.v.shape[3]
-    message = launch_borders.Message(*widths, rule.window, int(shift), regression, False)
-    kind = launch_borders.SOLVE if regression else launch_borders.ADDITIVE
+    column = _by_column(inputs)
+    message = launch_borders.Message(*widths, rule.window, int(shift), regression, column)
+    inner = launch_borders.COLUMNS if column else launch_borders.ADDITIVE
+    kind = launch_borders.SOLVE if regression else inner
     return launch_borders.Call(plan, kind, message, place.rank, place.size)
 
 
