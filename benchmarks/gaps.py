@@ -66,7 +66,7 @@ def split(events: Iterable[Any]) -> tuple[list[Span], list[Span]]:
     device: list[Span] = []
     host: list[Span] = []
     for event in events:
-        on_host = event.device_type() == torch.autograd.DeviceType.CPU
+        on_host = str(event.device_type()).endswith("CPU")
         (host if on_host else device).append(
             Span(event.name(), event.start_ns(), event.start_ns() + event.duration_ns())
         )

@@ -108,6 +108,11 @@ def picture(results: list[dict[str, Any]], path: Path, title: str) -> None:
     figure.savefig(path, dpi=110)
 
 
+def draw(about: dict[str, Any], directory: Path) -> None:
+    path = "kernels in bfloat16" if about["device"] == "cuda" else "bfloat16 in and out, float32 inside, on a CPU"
+    picture(about["results"], directory / "drift.png", f"Error against float64: {path}")
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rules", default=",".join(fw.RULES))
@@ -116,7 +121,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--limit", type=float, default=600, help="seconds for a rule; it then stops where it is")
     parser.add_argument("--out", type=Path, default=Path("results/long-context"))
+    parser.add_argument("--draw-only", action="store_true", help="the picture again, from the JSON")
     chosen = parser.parse_args(arguments)
+    if chosen.draw_only:
+        return draw(json.loads((chosen.out / "drift.json").read_text()), chosen.out)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     results = []
     for name in chosen.rules.split(","):
@@ -128,8 +136,8 @@ def main(arguments: list[str] | None = None) -> None:
         chosen.out.mkdir(parents=True, exist_ok=True)
         about = {"device": device, "width": chosen.width, "results": results}
         (chosen.out / "drift.json").write_text(json.dumps(about) + "\n")
-        path = "kernels in bfloat16" if device == "cuda" else "bfloat16 in and out, float32 inside, on a CPU"
-        picture(results, chosen.out / "drift.png", f"Error against float64: {path}")
+        draw(about, chosen.out)
+    return None
 
 
 if __name__ == "__main__":

@@ -4,11 +4,11 @@
     python -m benchmarks.long_train --plan                            bytes per token that a step will need, on a CPU
     python -m benchmarks.long_train --data SHARDS --tokens 4096,16384 --set model.hidden_size=64 ...    a rehearsal
 
-For each recipe, in a process of its own: some seconds of training on short rows of the text, so that a loss means
-something; the loss of every token of a long row that was held out, read at once, again segment by segment with the
-state carried on, which must agree, and by a reader who begins afresh every short row; then forward + backward + step on
-rows of each length, with checkpointing, bfloat16 weights and the loss chunk by chunk: tokens/s, and peak bytes per
-token beyond weights and optimizer.
+For each recipe, in a process of its own: forward + backward + step on a row of each length, with checkpointing,
+bfloat16 weights and the loss chunk by chunk: tokens/s, and peak bytes per token beyond weights and optimizer. Then some
+seconds of training on short rows of the text, so that a loss means something, and the loss of every token of a long row
+that was held out: read at once, again segment by segment with the state carried on, which must agree, and by a reader
+who begins afresh every short row.
 
 Traps: the plan follows every tensor that autograd or an operator hands out (through fake tensors, so it computes
 nothing), not what kernels allocate inside; it is eager, as the run is. The held-out row is the end of the split; rows
@@ -181,12 +181,12 @@ def worker(chosen: argparse.Namespace, recipe: str) -> None:
     ids = torch.from_numpy(shards.tokens(0, shards.num_tokens)).to(next(model.parameters()).device)
     longest = max(chosen.tokens)
     before, held_out = ids[:-longest], ids[-longest:]
+    for length in chosen.tokens:
+        say("step", **measure(model, held_out, length, chosen.repeats))
     if chosen.learn:
         say("learned", **learn(model, before, chosen.learn, chosen.rows, chosen.learn_tokens, 1e-3))
     for length in chosen.tokens:
         say("read", **read(model, held_out, length, min(chosen.segment, length // 2), chosen.learn_tokens))
-    for length in chosen.tokens:
-        say("step", **measure(model, held_out, length, chosen.repeats))
 
 
 def run(chosen: argparse.Namespace, recipe: str, words: list[str]) -> list[dict[str, Any]]:
@@ -271,10 +271,11 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--set", action="append", default=[], help="settings of the recipe, as name=value")
     parser.add_argument("--limit", type=float, default=300, help="seconds for each recipe")
     parser.add_argument("--plan", action="store_true", help="say what memory a step needs; measure nothing")
+    parser.add_argument("--draw-only", action="store_true", help="the picture again, from the JSON")
     parser.add_argument("--worker")
     parser.add_argument("--out", type=Path, default=Path("results/long-context"))
     chosen = parser.parse_args(arguments)
-    if chosen.data is None and not chosen.plan:
+    if chosen.data is None and not chosen.plan and not chosen.draw_only:
         parser.error("--data: got nothing, expected a directory that `fastweight prepare` wrote")
     return chosen
 
@@ -289,6 +290,8 @@ def main(arguments: list[str] | None = None) -> None:
             for length in chosen.tokens:
                 print(recipe, planned(recipe, length, chosen.set), flush=True)
         return None
+    if chosen.draw_only:
+        return draw(json.loads((chosen.out / "long_train.json").read_text()), chosen.out / "long_train.png")
     chosen.out.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
     for recipe in chosen.recipes.split(","):

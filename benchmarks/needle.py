@@ -168,7 +168,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--test-rows", type=int, default=8, help="rows at a time")
     parser.add_argument("--limit", type=float, default=600, help="seconds of training for each model")
     parser.add_argument("--out", type=Path, default=Path("results/long-context"))
+    parser.add_argument("--draw-only", action="store_true", help="the picture again, from the JSON")
     chosen = parser.parse_args(arguments)
+    if chosen.draw_only:
+        found = json.loads((chosen.out / "needle.json").read_text())
+        return draw_curves(found["results"], found["tokens"], chosen.out / "needle.png")
     device, results = "cuda" if torch.cuda.is_available() else "cpu", []
     for name in chosen.models.split(","):
         model = model_of(name, chosen.width, chosen.layers).to(device).train()
@@ -180,6 +184,7 @@ def main(arguments: list[str] | None = None) -> None:
         sizes = {"tokens": chosen.tokens, "width": chosen.width, "layers": chosen.layers, "device": device}
         (chosen.out / "needle.json").write_text(json.dumps(sizes | {"results": results}, indent=1) + "\n")
         draw_curves(results, chosen.tokens, chosen.out / "needle.png")
+    return None
 
 
 if __name__ == "__main__":

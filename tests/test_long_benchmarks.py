@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -53,13 +54,20 @@ def test_a_model_is_trained_asked_and_drawn(tmp_path: Path) -> None:
     )
     (result,) = json.loads((tmp_path / "needle.json").read_text())["results"]
     assert result["steps"] == 2
+    (tmp_path / "needle.png").unlink()
+    needle.main(["--draw-only", "--out", str(tmp_path)])
     assert (tmp_path / "needle.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.fixture
 def model() -> FastWeightForCausalLM:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+    sizes: dict[str, Any] = {
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 16,
+    }
     return FastWeightForCausalLM(FastWeightConfig(mixer="falcon-1", vocab_size=40, initializer_range=0.2, **sizes))
 
 
@@ -119,12 +127,24 @@ def test_a_failed_recipe_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert row["reason"].startswith("exit code 1")
 
 
+def test_the_picture_of_losses_is_drawn_from_the_file(tmp_path: Path) -> None:
+    curve = [{"from": 0, "to": 64, "loss": 4.0, "fresh": 4.0}, {"from": 64, "to": 128, "loss": 3.9, "fresh": 4.1}]
+    row = {"recipe": "falcon-1.3", "part": "read", "rows": 2, "length": 128, "short": 64, "curve": curve}
+    learned = {"recipe": "falcon-1.3", "part": "learned", "length": 64}
+    (tmp_path / "long_train.json").write_text(json.dumps([learned, row]))
+    long_train.main(["--draw-only", "--out", str(tmp_path)])
+    assert (tmp_path / "long_train.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_drift_is_measured_against_a_judge_that_is_the_recurrence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = ["--rules", "falcon-1,falcon-3a", "--tokens", "256", "--segment", "64", "--width", "8"]
     long_context.main([*words, "--out", str(tmp_path)])
     results = json.loads((tmp_path / "drift.json").read_text())["results"]
+    (tmp_path / "drift.png").unlink()
+    long_context.main(["--draw-only", "--out", str(tmp_path)])
+    assert (tmp_path / "drift.png").read_bytes().startswith(b"\x89PNG")
     for result in results:
         assert result["judge"] < 1e-12
         assert result["position"] == [64, 128, 192, 256]
@@ -132,7 +152,7 @@ def test_drift_is_measured_against_a_judge_that_is_the_recurrence(
         assert max(result["S"]) < 1e-5
     whole = long_context.fw.fast_weight_attention
 
-    def wrong(*given: torch.Tensor, form: str = "auto", **how: object) -> object:
+    def wrong(*given: Any, form: str = "auto", **how: Any) -> Any:
         o, state = whole(*given, form=form, **how)
         return (o * (1 + 1e-9) if form == "chunk" else o), state
 
