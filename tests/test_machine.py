@@ -37,6 +37,7 @@ CASES = [
     case("falcon-1", {"timing": "read-before-write", "ridge": "scaled"}, shape=(1, 70, 1, 1, 64, 64), zero_beta=True),
     case("delta", shape=(2, 100, 1, 1, 128, 128), state=True, ridge=0.3),
 ]
+KERNELS = Path(launch_hopper.__file__).parent
 LONG = case("falcon-1a", shape=(1, 260, 1, 1, 64, 64), state=True)
 
 
@@ -50,6 +51,19 @@ def machine(monkeypatch):
     monkeypatch.setattr(dispatch, "_machine_reason", lambda device: None)
     monkeypatch.setattr(launch_additive, "PLAIN", None)
     monkeypatch.setattr(launch_solve, "PLAIN", None)
+
+
+def taken(path: Path, source: str, folder: Path, monkeypatch) -> None:
+    """The module of that file is made of this source from now on."""
+    (folder / path.name).write_text(source)
+    spec = importlib.util.spec_from_file_location(f"fastweight.kernels.{path.stem}", folder / path.name)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    monkeypatch.setattr(sys.modules["fastweight.kernels"], path.stem, module, raising=False)
+    monkeypatch.setenv(unproven.SWITCH, "1")
 
 
 def name(test: Case) -> str:
@@ -104,21 +118,21 @@ def copies_of(monkeypatch) -> list[int]:
 
 
 FADING = [
-    (case("falcon-1", shape=(1, 500, 1, 1, 64, 64), ridge=60.0), True),
-    (case("falcon-1", {"step": "direct"}, shape=(1, 500, 1, 1, 64, 64), state=True, ridge=1.5), True),
-    (case("delta", shape=(1, 500, 1, 1, 64, 64), state=True, ridge=1.5), True),
-    (case("falcon-1", {"timing": "read-before-write"}, shape=(1, 500, 1, 1, 64, 64), no_gates=True), False),
+    (case("falcon-1", shape=(1, 250, 1, 1, 64, 64), ridge=600.0), True),
+    (case("falcon-1", {"step": "direct"}, shape=(1, 250, 1, 1, 64, 64), state=True, ridge=4.0, beta=0.8), True),
+    (case("delta", shape=(1, 250, 1, 1, 64, 64), state=True, ridge=3.0), True),
+    (case("falcon-1", {"timing": "read-before-write"}, shape=(1, 250, 1, 1, 64, 64), no_gates=True), False),
 ]
 
 
 @pytest.mark.parametrize(("test", "fades"), FADING, ids=lambda value: getattr(value, "rule", ""))
 def test_what_fades_is_passed_over_and_nothing_changes(test, fades, monkeypatch):
     """Bit for bit, from fewer tiles where decays are strong, and from all of them where nothing fades."""
-    monkeypatch.setattr(launch_hopper, "walk_of", lambda where, _: launch.Walk(where, 2, 4))
+    monkeypatch.setattr(launch_hopper, "walk_of", lambda where, _: launch.Walk(where, 2, 2))
     copied = copies_of(monkeypatch)
     inputs, around = make(test, torch.bfloat16, "cpu"), surroundings(test, "cpu")
     random = torch.Generator().manual_seed(3)
-    pull = torch.randn(1, 500, 1, 64, generator=random).bfloat16(), torch.randn(1, 1, 64, 64, generator=random)
+    pull = torch.randn(1, 250, 1, 64, generator=random).bfloat16(), torch.randn(1, 1, 64, 64, generator=random)
     expected = outcome(kernel, test, inputs, around, pull)
     whole = len(copied)
     monkeypatch.setenv(unproven.SWITCH, "1")
@@ -126,7 +140,7 @@ def test_what_fades_is_passed_over_and_nothing_changes(test, fades, monkeypatch)
         assert torch.equal(value, expected[part]), part
     read = len(copied) - whole
     # Without fading only the first piece's walk from nothing in reverse, which nobody asks for, is left out.
-    assert read < whole - 4 * 4 if fades else read == whole - 4 * 4
+    assert read < whole - 2 * 4 if fades else read == whole - 2 * 4
 
 
 def test_what_lives_on_along_its_keys_is_not_passed_over(monkeypatch):
@@ -145,7 +159,45 @@ def test_what_lives_on_along_its_keys_is_not_passed_over(monkeypatch):
         assert torch.equal(value, expected[part]), part
 
 
-KERNEL = Path(launch_hopper.__file__).with_name("hopper_additive_backward.py")
+@pytest.mark.parametrize(("rule", "width"), [("falcon-1", 128), ("delta", 128), ("falcon-1", 64)])
+def test_state_gradients_lie_where_other_gradients_will(rule, width, monkeypatch):
+    """Bit for bit what comes out with a room of their own, and no such room."""
+    test = case(rule, shape=(1, 128, 1, 2, width, width), state=rule == "delta", ridge=0.3)
+    inputs, around = make(test, torch.bfloat16, "cpu"), surroundings(test, "cpu")
+    pull = torch.ones(1, 128, 2, width).bfloat16(), torch.ones(1, 2, width, width)
+    expected = outcome(kernel, test, inputs, around, pull)
+    made: list[int] = []
+    real = launch.Gradients.__init__
+
+    def noted(self, *arguments):
+        real(self, *arguments)
+        made.append(self.states.numel())
+
+    monkeypatch.setattr(launch.Gradients, "__init__", noted)
+    monkeypatch.setenv(unproven.SWITCH, "1")
+    for part, value in outcome(kernel, test, inputs, around, pull).items():
+        assert torch.equal(value, expected[part]), part
+    assert made == [0]
+
+
+SHARING = KERNELS / "hopper_solve_gradient.py"
+UNSHARED = [
+    ("keep & (i >= SHIFT), H, K)", "keep, H, K)"),  # the last row of the chunk before
+    ("keep & (i == 0), H, K)", "keep, H, K)"),  # rows of other chunks' halo
+    ("i, h, start, i == high - 1, H, K)", "i, h, start, i == high, H, K)"),  # the first row of the next sequence
+]
+
+
+@pytest.mark.parametrize(("right", "wrong"), UNSHARED)
+def test_sees_chunks_in_the_place_of_others(right, wrong, monkeypatch, tmp_path):
+    source = SHARING.read_text()
+    assert source.count(right) == 1
+    taken(SHARING, source.replace(right, wrong), tmp_path, monkeypatch)
+    with pytest.raises(AssertionError):
+        check(case("falcon-1", shape=(2, 128, 1, 1, 128, 128)), torch.bfloat16, "cpu")
+
+
+KERNEL = KERNELS / "hopper_additive_backward.py"
 KEEPS_APART = ("gl.thread_barrier()", "fence_async_shared()", "tma.store_wait(0)", "mbarrier.wait(")
 SOURCE = KERNEL.read_text()
 LEFT_OUT = [at for at, line in enumerate(SOURCE.splitlines()) if line.strip().startswith(KEEPS_APART)]
@@ -159,25 +211,12 @@ CHANGED = [
 ]
 
 
-def taken(source: str, folder: Path, monkeypatch) -> None:
-    """The kernel's module is made of this source from now on."""
-    (folder / KERNEL.name).write_text(source)
-    spec = importlib.util.spec_from_file_location(f"fastweight.kernels.{KERNEL.stem}", folder / KERNEL.name)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    monkeypatch.setitem(sys.modules, spec.name, module)
-    monkeypatch.setattr(sys.modules["fastweight.kernels"], KERNEL.stem, module, raising=False)
-    monkeypatch.setenv(unproven.SWITCH, "1")
-
-
 @pytest.mark.parametrize("line", LEFT_OUT)
 def test_sees_what_is_left_out(line, monkeypatch, tmp_path):
     """A kernel that lacks one of its barriers, fences or waits is one that races, and the machine says so."""
     lines = SOURCE.splitlines()
     lines[line] = lines[line].replace(lines[line].strip(), "pass")
-    taken("\n".join(lines), tmp_path, monkeypatch)
+    taken(KERNEL, "\n".join(lines), tmp_path, monkeypatch)
     with pytest.raises(Hazard):
         check(LONG, torch.bfloat16, "cpu")
 
@@ -185,6 +224,6 @@ def test_sees_what_is_left_out(line, monkeypatch, tmp_path):
 @pytest.mark.parametrize(("right", "wrong"), CHANGED)
 def test_sees_what_is_wrong(right, wrong, monkeypatch, tmp_path):
     assert SOURCE.count(right) == 1
-    taken(SOURCE.replace(right, wrong), tmp_path, monkeypatch)
+    taken(KERNEL, SOURCE.replace(right, wrong), tmp_path, monkeypatch)
     with pytest.raises(AssertionError):
         check(LONG, torch.bfloat16, "cpu")

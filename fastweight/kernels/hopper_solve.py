@@ -250,7 +250,8 @@ def advance(
 
 @gluon.jit(do_not_specialize=["length", "chunks", "tokens", "segments", "per_segment"])
 def backward_state(
-    k_desc, q_desc, d_o_desc, inverse_desc, d_y_desc, d_states_desc, eta, decay, leaves, d_state1, d_state0,
+    k_desc, q_desc, d_o_desc, inverse_desc, d_y_desc, d_states_desc, low_desc, high_desc, eta, decay, leaves, d_state1,
+    d_state0,
     length, chunks, tokens, segments, per_segment,
     H: gl.constexpr, KH: gl.constexpr, K: gl.constexpr, V: gl.constexpr, SHIFT: gl.constexpr,
     DECAYED: gl.constexpr, BEFORE: gl.constexpr, STAGES: gl.constexpr,
@@ -258,7 +259,8 @@ def backward_state(
     """One segment of one head in reverse, 64 value columns: dS_0, and if asked dY and the chunks' state gradients.
 
     With `leaves` all segments but the first of each sequence, and chunks are passed over of which nothing is felt at
-    the segment's start.
+    the segment's start. State gradients go to d_states, or lie where the chunk's gradients of q (the first 64 key
+    columns) and k (the others) will be.
     """
     dtype: gl.constexpr = k_desc.dtype
     WHOLE: gl.constexpr = DECAYED and not BEFORE
@@ -341,7 +343,7 @@ def backward_state(
         dy, dS = warpgroup_mma_wait(0, deps=[dy, dS])
         missed = dy * -row(rates, c & 1, FELT, rows)
         dS = warpgroup_mma(gl.convert_layout(missed.to(dtype), left), x, dS, is_async=True)
-        if d_states_desc is not None:
+        if d_y_desc is not None:
             do.permute((1, 0)).store(dy.to(dtype))
             # Behind this one every warp is done with the queries: the state gradient goes out through their tile.
             gl.thread_barrier()
@@ -350,7 +352,13 @@ def backward_state(
             fence_async_shared()
             gl.thread_barrier()
             tma.async_copy_shared_to_global(d_y_desc, [n, at, value_at], rings[2].index(s))
-            tma.async_copy_shared_to_global(d_states_desc, [(slot - c * H) * K, block * 64], spent)
+            if low_desc is None:
+                tma.async_copy_shared_to_global(d_states_desc, [(slot - c * H) * K, block * 64], spent)
+            else:
+                halves = rings[1].index(s)._reinterpret(dtype, [K // 64, 1, 64, 64], low_desc.layout)
+                tma.async_copy_shared_to_global(low_desc, [n, at, h * K + block * 64], halves.index(0))
+                if high_desc is not None:
+                    tma.async_copy_shared_to_global(high_desc, [n, at, h * K + block * 64], halves.index(1))
         dS = warpgroup_mma_wait(0, deps=[dS])
         carry = next_carry
         soon = later

@@ -17,6 +17,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
+    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -42,6 +43,7 @@ from fastweight.kernels.hopper_parts import (
     score,
     store_gates,
     store_keys,
+    store_rows,
     store_staged,
 )
 from fastweight.kernels.tiles import chunk_span, decay_before, decay_rows, fade, has_pair, source_rows
@@ -81,9 +83,23 @@ def _misses(s_out, s_r, s_in, s_gate, g_res, HALVES: gl.constexpr):
 
 
 @gluon.jit
+def _copy_states(s_states, states, d_states, room, place, row, landed):
+    """Begins to copy 64 rows of a chunk's state and of its gradient, from d_states or from their place in `room`."""
+    if d_states is not None:
+        copy_states(s_states, states, d_states, row, landed)
+    else:
+        fence_async_shared()
+        gl.thread_barrier()
+        mbarrier.expect(landed, 2 * states.block_type.nbytes)
+        tma.async_copy_global_to_shared(states, [row, 0], landed, s_states.index(0))
+        to = s_states.index(1)._reinterpret(s_states.dtype, room.block_shape, room.layout)
+        tma.async_copy_global_to_shared(room, place, landed, to)
+
+
+@gluon.jit
 def _through_states(
     s_states, s_out, s_r, s_in, dp, dg, fade_read, fade_miss, kept, d_q, first, h, part: gl.constexpr, high,
-    states, d_states, state_row, landed, H: gl.constexpr, K: gl.constexpr,
+    states, d_states, low_desc, high_desc, place, state_row, landed, H: gl.constexpr, K: gl.constexpr,
 ):  # fmt: skip
     """For 64 key columns: stores the gradient of q; that of x but for what later rows owe it; row sums of the shares
     through the states, of reads, misses, writes, and of S .* dS. Begins to copy the next columns of the states."""
@@ -109,23 +125,38 @@ def _through_states(
     write = product(s_r.index(nil()), s_states.index(nil() + 1).permute((1, 0)))
     write = warpgroup_mma_wait(0, deps=(write,))
     if part + 1 < K // 64:
-        copy_states(s_states, states, d_states, state_row + 64 * (part + 1), landed)
+        _copy_states(s_states, states, d_states, high_desc, place, state_row + 64 * (part + 1), landed)
     write *= kept[:, None]
     row_write = gl.sum(write * s_in.index(nil() + X).load(ACC).to(gl.float32), axis=1)
     miss += write
     return miss, row_read, row_miss, row_write, through
 
 
+@gluon.jit
+def _keep_rows_apart(
+    d_k, halo, d_x, keep, first, chunk, i, high, h, start, H: gl.constexpr, K: gl.constexpr, SHIFT: gl.constexpr
+):
+    """store_keys of hopper_parts.py, but that the key of the token before the chunk has its gradient in halo."""
+    store_rows(d_k, d_x, first - SHIFT, i, h, start, keep & (i >= SHIFT), H, K)
+    if SHIFT:
+        store_rows(halo, d_x, chunk.to(gl.int64), i, h, start, keep & (i == 0), H, K)
+        store_rows(d_k, gl.zeros([64, 64], gl.float32, ACC), first, i, h, start, i == high - 1, H, K)
+
+
 @gluon.jit(do_not_specialize=["length", "chunks", "tokens"])
 def backward_token(
     q, k, d_o, beta, lam, key0, has_key, unmasked, previous, eta, decay, residual, states, d_y, d_states,
-    d_q, d_k, d_beta, d_lam, d_key0,
+    low_desc, high_desc, d_q, d_k, d_beta, d_lam, d_key0, halo,
     cu, chunk_seq, chunk_start, length, chunks, tokens, eps, floor,
     H: gl.constexpr, KH: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
     SHIFT: gl.constexpr, RAW: gl.constexpr, SCALED: gl.constexpr, DIRECT: gl.constexpr, DECAYED: gl.constexpr,
     BEFORE: gl.constexpr,
 ):  # fmt: skip
-    """One chunk of one head: gradients of queries, keys, and of the step sizes down to beta and lam."""
+    """One chunk of one head: gradients of queries, keys, and of the step sizes down to beta and lam.
+
+    Without d_states a chunk's state gradient lies where its gradients of q and k go (hopper_solve.backward_state), in
+    rows that no other chunk may write: its gradient of the key of the token before it goes to halo [chunks, H, K].
+    """
     TILE: gl.constexpr = WHOLE if V == 128 else HALF
     HALVES: gl.constexpr = K // 64
     h = gl.program_id(0) % H
@@ -150,7 +181,8 @@ def backward_token(
     source, live = source_rows(previous, first, i, low, high, SHIFT)
     copy_features(s_in, q, k, previous, source, i, live, live & (source >= low), first, kh, KH, K, SHIFT)
     state_row = (chunk * H + h) * K
-    copy_states(s_states, states, d_states, state_row, landed)
+    place = (n, -low, h * K)
+    _copy_states(s_states, states, d_states, low_desc, place, state_row, landed)
     starts = live & (source < low)
     i = gl.arange(0, 64, gl.SliceLayout(1, ACC))
     source, live = source_rows(previous, first, i, low, high, SHIFT)
@@ -201,7 +233,7 @@ def backward_token(
             mbarrier.wait(landed, part)
             d_x, more_read, more_miss, more_write, more = _through_states(
                 s_states, s_out, s_r, s_in, dp_low, dg_low, fade_read, fade_miss, kept, d_q, first, h, part, high,
-                states, d_states, state_row, landed, H, K,
+                states, d_states, low_desc, high_desc, place, state_row, landed, H, K,
             )  # fmt: skip
             row_read += more_read
             row_miss += more_miss
@@ -251,8 +283,12 @@ def backward_token(
         d_x = warpgroup_mma_wait(0, deps=(d_x,))
         if not RAW and (SCALED or not DIRECT):
             d_x += 2 * share[:, None] * x.load(ACC).to(gl.float32)
-        store_keys(d_k, d_key0, d_x, previous, source, pair, first, i, low, high, n, h, (HALVES - 1 - turn) * 64,
-                   H, K, SHIFT)  # fmt: skip
+        if halo is None:
+            store_keys(d_k, d_key0, d_x, previous, source, pair, first, i, low, high, n, h, (HALVES - 1 - turn) * 64,
+                       H, K, SHIFT)  # fmt: skip
+        else:
+            _keep_rows_apart(d_k, halo, d_x, pair & (source >= low), first, chunk, i, high, h, (HALVES - 1 - turn) * 64,
+                             H, K, SHIFT)  # fmt: skip
         if HALVES == 2:
             d_x = other_d_x.to(gl.float32)
     s_scores._keep_alive()

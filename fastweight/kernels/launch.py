@@ -192,6 +192,7 @@ class Gradients:
         self.states = given.v.new_empty(where.slots if slots is None else slots, H, K, V)
         self.state0 = torch.empty(where.sequences, H, K, V, **wide) if want_state else None
         self.nothing = torch.empty(0, **wide)
+        self.shares_room = slots == 0  # state gradients lie where those of q and k will be
         self.given = given
 
     def rows(self, rows: slice, slots: int) -> "Gradients":

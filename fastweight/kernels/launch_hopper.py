@@ -126,6 +126,12 @@ def rows_at_once(walk: Walk, given: Inputs) -> int:
     return min(B, full * -(-B // (full * TURNS)))
 
 
+def shares_room(given: Inputs) -> bool:
+    """Whether a chunk's state gradient fits where its gradients of q and k go, which costs no memory and no turns."""
+    T, V = given.v.shape[1], given.v.shape[3]
+    return unproven.asked_for() and given.v.dtype == torch.bfloat16 and given.q.shape[3] == V and T % 64 == 0
+
+
 def _options(plan: Plan, given: Inputs, **flags: Any) -> dict[str, Any]:
     common = {"V": given.v.shape[3], "SHIFT": int(plan.shift), "DECAYED": plan.decayed}
     return {**common, **flags, **given.widths, "STAGES": STAGES, "num_warps": 4}
@@ -214,9 +220,9 @@ def advance(
 
 def backward_state(
     plan: Plan, given: Inputs, walk: Walk, rates: tuple[Tensor, Tensor], inverse: Tensor, d_o: Tensor,
-    d_end: Tensor | None, d_start: Tensor | None, kept: tuple[Tensor, Tensor] | None, left: Reach | None = None,
+    d_end: Tensor | None, d_start: Tensor | None, kept: tuple[Tensor, ...] | None, left: Reach | None = None,
 ) -> None:  # fmt: skip
-    """Fills d_start if given, and `kept`, dY and the chunks' state gradients, if given.
+    """Fills d_start if given, and `kept`, if given: dY, and state gradients or the gradients of q and k for their room.
 
     left: of `reach`, for a walk without those, which then leaves out the piece that nothing precedes.
     """
@@ -224,11 +230,15 @@ def backward_state(
 
     K, H, V = given.q.shape[3], given.v.shape[2], given.v.shape[3]
     d_y = None if kept is None else tiles(kept[0], 64)
-    d_states = None if kept is None else blocks(kept[1], K)
+    d_states, low, high = None, None, None
+    if kept is not None and len(kept) == 2:
+        d_states = blocks(kept[1], K)
+    elif kept is not None:
+        low, high = tiles(kept[1], 64), tiles(kept[2], 64) if K == 128 else None
     pieces = walk.where.sequences * (walk.segments if left is None else walk.segments - 1)
     start(
         hopper_solve.backward_state, (pieces * H * (V // 64),),
-        tiles(given.k, K), tiles(given.q, K), tiles(d_o, 64), blocks(inverse, 64), d_y, d_states, *rates,
-        left and left.chunks, None if d_end is None else d_end.contiguous(), d_start, *_span(walk),
+        tiles(given.k, K), tiles(given.q, K), tiles(d_o, 64), blocks(inverse, 64), d_y, d_states, low, high,
+        *rates, left and left.chunks, None if d_end is None else d_end.contiguous(), d_start, *_span(walk),
         **_options(plan, given, BEFORE=plan.before),
     )  # fmt: skip

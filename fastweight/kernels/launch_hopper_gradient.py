@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fastweight.kernels.geometry import Geometry
 from fastweight.kernels.launch import Gradients, Inputs, Plan, gate_flags, start, tables
-from fastweight.kernels.launch_hopper import WIDTHS, available, descriptor
+from fastweight.kernels.launch_hopper import WIDTHS, available, descriptor, tiles
 
 
 def fits(given: Inputs, d_o: Tensor, states: Tensor) -> bool:
@@ -37,12 +37,18 @@ def solve(plan: Plan, given: Inputs, where: Geometry, d_o: Tensor, saved: tuple[
     from fastweight.kernels import hopper_solve_gradient
 
     eta, decay, residual, states = saved
+    K, shared = given.q.shape[3], out.shares_room
+    rooms = (tiles(out.q, K), tiles(out.k, K) if K == 128 else None) if shared else (None, None)
+    halo = out.k.new_empty(where.slots, *out.k.shape[2:]) if shared else None
     start(
         hopper_solve_gradient.backward_token, (where.slots * given.v.shape[2],),
         given.q, given.k, d_o, given.beta, given.lam, *given[5:], eta, decay, residual, _rows(states), out.v,
-        _rows(out.states), out.q, out.k, out.beta, out.lam, out.key0, *tables(where), float(plan.eps),
-        float(plan.floor), DECAYED=plan.decayed, **_options(plan, given),
+        None if shared else _rows(out.states), *rooms, out.q, out.k, out.beta, out.lam, out.key0, halo,
+        *tables(where), float(plan.eps), float(plan.floor), DECAYED=plan.decayed, **_options(plan, given),
     )  # fmt: skip
+    if halo is not None and plan.shift:
+        chunks = where.sequences, where.chunks
+        out.k.view(*chunks, 64, *out.k.shape[2:])[:, :-1, 63] = halo.view(*chunks, *halo.shape[1:])[:, 1:]
 
 
 def additive(

@@ -217,8 +217,11 @@ def backward(plan, d_o, d_state1, q, k, v, beta, lam, key0, has_key, mask, cu_se
     d_o = d_o.contiguous()
     d_o = d_o.clone() if d_o.data_ptr() % 16 else d_o  # what TMA reads is aligned
     engine, walk = _engine(given, where)
-    rows = _rows_at_once(engine, walk, given, want_state or d_state1 is not None)
-    out = Gradients(given, where, want_state, None if rows == len(q) else rows * where.chunks)
+    fast = engine.backward_state is launch_hopper.backward_state
+    shared = fast and not plan.rebuild and launch_hopper.shares_room(given)
+    shared = shared and launch_hopper_gradient.fits(given, d_o, states)
+    rows = len(q) if shared else _rows_at_once(engine, walk, given, want_state or d_state1 is not None)
+    out = Gradients(given, where, want_state, 0 if shared else None if rows == len(q) else rows * where.chunks)
     if rows < len(q):
         _in_turns(engine, plan, given, where, rows, d_o, d_state1, (eta, decay, inverse, residual, states), out)
         return out.result()
@@ -231,7 +234,8 @@ def backward(plan, d_o, d_state1, q, k, v, beta, lam, key0, has_key, mask, cu_se
     if want_state and walk.segments > 1:
         pieces = torch.empty(where.sequences * walk.segments, H, K, V, dtype=torch.float32, device=v.device)
     if where.sequences and H:
-        engine.backward_state(*run, d_o, d_state1, pieces, (out.v, out.states))
+        kept = (out.v, out.q, out.k) if shared else (out.v, out.states)
+        engine.backward_state(*run, d_o, d_state1, pieces, kept)
     if pieces is not None and walk.segments > 1:
         out.state0 = walk.pieces(pieces)[:, 0].contiguous()
     if where.slots and H:

@@ -1,7 +1,8 @@
 """What a program reaches beyond its registers: global memory, shared memory, copies between them, matrix units.
 
 Global memory: what is masked out is not read and reads as NaN, the rest lies inside its tensor; no copy out begins at a
-negative row; no two writers of a launch disagree about an element. Shared memory: memory.py.
+negative row; no two writers of a launch disagree about an element, and no program writes what another one reads. Shared
+memory: memory.py.
 """
 
 import types
@@ -27,6 +28,7 @@ class Program:
 class Launch:
     program: Program
     writers: dict[int, torch.Tensor]
+    readers: dict[int, torch.Tensor]
 
 
 LAUNCH = Launch()
@@ -60,13 +62,34 @@ class Pointer:
         return self.tensor.as_strided((room,), (1,))
 
 
+def _noted(notes: dict[int, torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
+    """What is noted of every element of a tensor, a number that is 0 at first."""
+    key = tensor.untyped_storage().data_ptr()
+    if key not in notes:
+        notes[key] = torch.zeros(tensor.untyped_storage().nbytes() // tensor.itemsize, dtype=torch.int32)
+    return notes[key].as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+SEVERAL = -1  # in the place of a program's number
+
+
+def read(tensor: torch.Tensor, index: Any) -> torch.Tensor:
+    """tensor[index], which no other program of this launch wrote."""
+    me, written = LAUNCH.program.number, _noted(LAUNCH.writers, tensor)[index]
+    if ((written > 0) & (written // 2 != me)).any():
+        raise Hazard("reads what another program writes")
+    readers = _noted(LAUNCH.readers, tensor)
+    before = readers[index]
+    readers[index] = torch.where((before == 0) | (before == me), me, SEVERAL).int()
+    return tensor[index]
+
+
 def write(tensor: torch.Tensor, index: Any, values: torch.Tensor, copied: bool) -> None:
     """tensor[index] = values, by a copy or by threads; what anybody else of this launch wrote has to be the same."""
-    key = tensor.untyped_storage().data_ptr()
-    if key not in LAUNCH.writers:
-        LAUNCH.writers[key] = torch.zeros(tensor.untyped_storage().nbytes() // tensor.itemsize, dtype=torch.int32)
-    known = LAUNCH.writers[key].as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+    known, readers = _noted(LAUNCH.writers, tensor), _noted(LAUNCH.readers, tensor)[index]
     me = 2 * LAUNCH.program.number + copied
+    if ((readers != 0) & (readers != LAUNCH.program.number)).any():
+        raise Hazard("writes what another program reads")
     others = (known[index] > 0) & (known[index] != me) & (tensor[index] != values)
     if others.any():
         raise Hazard(f"{int(others.sum())} elements are written by two, and differently")
@@ -78,7 +101,9 @@ def write(tensor: torch.Tensor, index: Any, values: torch.Tensor, copied: bool) 
 def load(pointer: Pointer, mask: Any = None, other: Any = None) -> Tile:
     at, keep = pointer.where(mask)
     words = pointer.words
-    found = words[at] if words.numel() else torch.zeros(at.shape, dtype=words.dtype)
+    found = torch.zeros(at.shape, dtype=words.dtype)
+    plain = at.as_subclass(torch.Tensor), keep.as_subclass(torch.Tensor)
+    found[plain[1]] = read(words, plain[0][plain[1]])
     missing = (float("nan") if found.is_floating_point() else 0) if other is None else other
     return tile(torch.where(keep, found, torch.as_tensor(missing, dtype=found.dtype)))
 
@@ -164,7 +189,10 @@ class Shared:
 
 
 def arrangement(layout: Any, shape: list[int]) -> Any:
-    return tuple(shape[-2:]) if layout == "tiled" else "rows"
+    """Of tiles up to 64 columns each row is whole, wider ones lie in panels of all their rows."""
+    if layout != "tiled":
+        return "rows"
+    return (shape[-1],) if shape[-1] <= 64 else tuple(shape[-2:])
 
 
 @word
@@ -224,7 +252,7 @@ class Tma:
 
         def land() -> None:
             shared.data.zero_()
-            shared.data[part] = desc.tensor[inside]
+            shared.data[part] = read(desc.tensor, inside)
 
         memory.by_copy(shared.span, _one(barrier), land)
         memory.arrange(shared.span, shared.how)
