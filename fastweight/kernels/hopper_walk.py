@@ -18,6 +18,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
+from fastweight.kernels.hopper_parts import FLAT, LINE
 from fastweight.kernels.reach import FADED
 
 # What `rates_of` holds of every token.
@@ -75,15 +76,14 @@ def load_rates(eta, decay, line, first, high, i, WHOLE: gl.constexpr):
 @gluon.jit
 def rates_of(BEFORE: gl.constexpr):
     """Room for the rates of two chunks; decays are held once where reads see the same."""
-    one: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    r0 = gl.allocate_shared_memory(gl.float32, [2, 64], one)
-    r1 = gl.allocate_shared_memory(gl.float32, [2, 64], one)
-    r2 = gl.allocate_shared_memory(gl.float32, [2, 64], one)
-    r3 = gl.allocate_shared_memory(gl.float32, [2, 64], one)
-    r4 = gl.allocate_shared_memory(gl.float32, [2, 64], one)
+    r0 = gl.allocate_shared_memory(gl.float32, [2, 64], LINE)
+    r1 = gl.allocate_shared_memory(gl.float32, [2, 64], LINE)
+    r2 = gl.allocate_shared_memory(gl.float32, [2, 64], LINE)
+    r3 = gl.allocate_shared_memory(gl.float32, [2, 64], LINE)
+    r4 = gl.allocate_shared_memory(gl.float32, [2, 64], LINE)
     r5 = r4
     if BEFORE:
-        r5 = gl.allocate_shared_memory(gl.float32, [2, 64], one)
+        r5 = gl.allocate_shared_memory(gl.float32, [2, 64], LINE)
     return r0, r1, r2, r3, r4, r5
 
 
@@ -143,7 +143,7 @@ def within_reach(left, lead, h, start, count, H: gl.constexpr, BACK: gl.constexp
 
     left: what each chunk leaves, of reach.py; lead: number of the sequence's first chunk.
     """
-    lane = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    lane = gl.arange(0, 128, layout=FLAT)
     needed = count * 0
     total = 0.0
     for at in range(0, count, 128):
