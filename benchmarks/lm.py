@@ -4,7 +4,7 @@
     python -m benchmarks.lm --cases "train falcon-1.3 32 1024"
     python -m benchmarks.lm --lane 1 --out b.json    the second half, for a second GPU; --lane 0 is the first
     python -m benchmarks.lm --report-only --merge a.json b.json     Markdown and picture from JSON
-    python -m benchmarks.lm --rehearse --out /tmp/x.json    every case on a CPU, tiny: whether it runs, not how fast
+    python -m benchmarks.lm --rehearse --out x.json    every case on a CPU, tiny: whether it runs, not how fast
 
 Every case is a process (`lm_worker`). Several import and compile at the same time, since that is most of what they do;
 while one of them measures, all the others of the lane are stopped (SIGSTOP), so that nobody else uses the device. A
