@@ -57,9 +57,8 @@ def run_study(
     to_do = [member for member in runs if not (member_dir(out, *member) / OUTCOME).is_file()]
     start = time.monotonic()
     end = None if budget is None else start + budget
-    if to_do:
-        say(f"{study.name}: {len(to_do)} of {len(runs)} to train, {workers} at a time")
     if to_do and (budget is None or budget > 0):
+        say(f"{study.name}: {len(to_do)} of {len(runs)} to train, {workers} at a time")
         pieces = [(runs[member], member_dir(out, *member), *member, scoring or Scoring()) for member in to_do]
         gpus = [] if runs[to_do[0]].training.device == "cpu" else visible_gpus()
         _follow(spread(pieces, _member, workers, end, gpus), len(to_do), start, say)
