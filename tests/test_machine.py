@@ -26,6 +26,7 @@ from fastweight.kernels import (
     launch_solve,
     unproven,
 )
+from fastweight.kernels.reach import bound
 
 HOSTS = (launch, launch_additive, launch_solve, launch_hopper, launch_hopper_additive, launch_hopper_gradient)
 CASES = [
@@ -227,3 +228,24 @@ def test_sees_what_is_wrong(right, wrong, monkeypatch, tmp_path):
     taken(KERNEL, SOURCE.replace(right, wrong), tmp_path, monkeypatch)
     with pytest.raises(AssertionError):
         check(LONG, torch.bfloat16, "cpu")
+
+
+@pytest.mark.parametrize("gain", [1.0, 1.9])
+@pytest.mark.parametrize("given", [False, True])
+def test_bound_of_what_a_chunk_leaves(given, gain):
+    """Never below the norms of the steps, multiplied; where gains are at most 1 or steps are given, just that."""
+    random = torch.Generator().manual_seed(0)
+    k = torch.randn(1, 100, 1, 64, generator=random).bfloat16()
+    beta, lam = torch.rand(1, 100, 1, generator=random) * gain, torch.rand(1, 100, 1, generator=random) * 100
+    energy = torch.cat((torch.zeros(1), k[0, :-1, 0].float().square().sum(-1)))
+    eta = beta[0, :, 0] / (energy + lam[0, :, 0])
+    carry = 1 - (eta * lam[0, :, 0]).clamp(max=1 - 1e-4)
+    decay = torch.cat([part.log2().cumsum(0) for part in carry.split(64)])
+    left = torch.empty(2, 1)
+    shape = {"H": 1, "KH": 1, "K": 64, "BK": 64, "SHIFT": 1, "GIVEN": given, "DECAYED": False}
+    start(bound, (2, 1), k, beta, eta[None], decay[None], left, 100, 2, 100, **shape)
+    norms = torch.maximum(carry, (carry - eta * energy).abs()).log2()
+    expected = torch.stack([part.sum() for part in norms.split(64)])
+    assert (left[:, 0] >= expected - 1e-2).all()
+    if given or gain == 1.0:
+        assert torch.allclose(left[:, 0], expected, atol=1e-2)
