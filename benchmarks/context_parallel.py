@@ -145,7 +145,7 @@ def phases(call: Callable[[], Any], device: torch.device) -> dict[str, float]:
 
 def gate(rule: str, width: int, rank: int, size: int, device: torch.device) -> dict[str, float]:
     """A short sequence on all ranks against the float64 recurrence on each."""
-    given = draw(130 * size, 2, width, device)
+    given = draw(130 * size, 8, width, device)
     exact = step({name: t.double() for name, t in given.items()}, rule, True, form="recurrent", backend="torch")
     with context_parallel():
         mine = step(part(given, rank, size), rule, True)
