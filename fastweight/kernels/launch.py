@@ -101,6 +101,12 @@ def device_of(tensor: Tensor):
     return contextlib.nullcontext() if here else torch.cuda.device(tensor.device)
 
 
+def aligned(tensor: Tensor) -> Tensor:
+    """The same numbers where TMA reads them: dense, from a multiple of 16 bytes on."""
+    tensor = tensor.contiguous()
+    return tensor.clone() if tensor.data_ptr() % 16 else tensor
+
+
 def precision(dtype: torch.dtype) -> str:
     return "tf32x3" if dtype == torch.float32 else "tf32"
 

@@ -24,6 +24,7 @@ from fastweight.kernels.launch import (
     Inputs,
     Plan,
     Walk,
+    aligned,
     gate_flags,
     make_steps,
     precision,
@@ -149,8 +150,7 @@ def backward(plan, d_o, d_state1, q, k, v, beta, lam, key0, has_key, mask, cu_se
     given = Inputs.of(plan, q, k, v, beta, lam, key0, has_key, mask)
     (B, T, H, V), K = v.shape, q.shape[3]
     where = Geometry.of(B, T, cu_seqlens, 65 - plan.window)
-    d_o = d_o.contiguous()
-    d_o = d_o.clone() if d_o.data_ptr() % 16 else d_o  # what TMA reads is aligned
+    d_o = aligned(d_o)
     engine, walk = _engine(given, where)
     at_once = engine is HOPPER and launch_hopper_additive.takes_backward(plan, given)
     out = Gradients(given, where, want_state, 0 if at_once else None)

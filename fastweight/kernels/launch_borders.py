@@ -28,7 +28,7 @@ from fastweight.kernels import (
     launch_solve,
 )
 from fastweight.kernels.geometry import Geometry
-from fastweight.kernels.launch import Gradients, Inputs, Plan, Walk, make_steps, start, wide
+from fastweight.kernels.launch import Gradients, Inputs, Plan, Walk, aligned, make_steps, start, wide
 
 Exchange = Callable[[Tensor, Tensor], None]  # a message of this rank into those of all, [ranks, ...]
 TAKEN = 16  # columns of a state that a program takes
@@ -317,8 +317,7 @@ def backward(
     plan, kind, message, _rank, ranks = call
     given = Inputs(*kept[:5], None, None, None, None)
     B, _T, H, _V = given.v.shape
-    d_o = d_o.contiguous()
-    d_o = d_o.clone() if d_o.data_ptr() % 16 else d_o  # what TMA reads is aligned
+    d_o = aligned(d_o)
     local = torch.empty_like(kept.ended)
     kind.reverse(plan, given, walk, kept.rates, kept.saved, d_o, local)
     share = [t.flatten(2) for t in d_last or ()]

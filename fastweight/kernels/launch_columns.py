@@ -42,7 +42,7 @@ def draw_paths(plan: Any, v: Tensor, size: int, flip: bool) -> Tensor:
 
 
 def settings(plan: Any, given: Inputs) -> dict[str, Any]:
-    """What all three kernels take by name."""
+    """What the kernels take by name."""
     flags = {"SHIFT": int(plan.shift), "SCALED": plan.scaled, "DIRECT": plan.direct, "DOT": precision(given.v.dtype)}
     return {**flags, **given.widths, "V": given.v.shape[3]}
 

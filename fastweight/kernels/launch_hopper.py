@@ -1,4 +1,4 @@
-"""Host side of hopper_solve.py: whether a call can take it, its tensor descriptors, its launches.
+"""Host side of hopper_prepare.py and hopper_solve.py: whether a call can take them, descriptors, launches.
 
 Traps: Gluon changes from one Triton release to the next, so only releases on which the kernels were compared are taken.
 FASTWEIGHT_HOPPER=0 leaves every call to the plain kernels, to tell the two apart where a result is doubted.

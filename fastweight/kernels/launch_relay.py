@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fastweight.kernels import launch_solve
 from fastweight.kernels.geometry import Geometry
-from fastweight.kernels.launch import Gradients, Inputs, Plan, Walk, device_of
+from fastweight.kernels.launch import Gradients, Inputs, Plan, Walk, aligned, device_of
 
 Exchange = Callable[..., Tensor]
 
@@ -90,8 +90,7 @@ def backward(
     given, walk, rates, inverse, residual, states, maps = kept
     (B, _, H, V), K = given.v.shape, given.q.shape[3]
     where = walk.where
-    d_o = d_o.contiguous()
-    d_o = d_o.clone() if d_o.data_ptr() % 16 else d_o  # what TMA reads is aligned
+    d_o = aligned(d_o)
     with device_of(given.v):
         engine, _ = launch_solve._engine(given, where)
         run: tuple[Any, ...] = (plan, given, walk, rates, inverse)

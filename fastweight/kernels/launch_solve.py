@@ -19,6 +19,7 @@ from fastweight.kernels.launch import (
     Inputs,
     Plan,
     Walk,
+    aligned,
     gate_flags,
     make_steps,
     precision,
@@ -214,8 +215,7 @@ def backward(plan, d_o, d_state1, q, k, v, beta, lam, key0, has_key, mask, cu_se
     given = Inputs.of(plan, q, k, v, beta, lam, key0, has_key, mask)
     (B, T, H, V), K = v.shape, q.shape[3]
     where = Geometry.of(B, T, cu_seqlens)
-    d_o = d_o.contiguous()
-    d_o = d_o.clone() if d_o.data_ptr() % 16 else d_o  # what TMA reads is aligned
+    d_o = aligned(d_o)
     engine, walk = _engine(given, where)
     fast = engine.backward_state is launch_hopper.backward_state
     shared = fast and not plan.rebuild and launch_hopper.shares_room(given)
