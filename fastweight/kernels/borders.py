@@ -243,7 +243,7 @@ def arrive(
 def return_(
     maps, local, q, d_o, message, length, segments,
     H: tl.constexpr, KH: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    BW: tl.constexpr, READS: tl.constexpr, MATRIX: tl.constexpr, COLUMN: tl.constexpr, MAP: tl.constexpr,
+    READS: tl.constexpr, MATRIX: tl.constexpr, COLUMN: tl.constexpr, MAP: tl.constexpr,
     UNIT: tl.constexpr,
 ):  # fmt: skip
     """BV columns of the state gradient behind the edge, as far as this rank's tokens go, into its message in reverse.
@@ -255,22 +255,21 @@ def return_(
     h = nh % H
     ck = tl.arange(0, BK)
     cv = tl.program_id(1) * BV + tl.arange(0, BV)
-    cw = tl.arange(0, BW)
     unit = message + nh.to(tl.int64) * UNIT
     first = n.to(tl.int64) * length
-    reads = unit + K * V
-    for t in tl.static_range(READS):
-        # Every program writes all of them: it reads its own columns again below.
-        _copy_row(q, ((first + t) * KH + h // (H // KH)) * K, ck, reads + t * K, K)
-        _copy_row(d_o, ((first + t) * H + h) * V, cw, reads + READS * K + t * V, V)
     G = tl.zeros([BK, BV], tl.float32)
     for back in range(segments):
         s = segments - 1 - back
         slot = (n * (segments + 1) + s).to(tl.int64) * H + h
         G = moved(maps + slot * MAP, G, unit, ck, cv, K, V, BK, BV, MATRIX, COLUMN, True)
         G += load_state(local + ((n * segments + s).to(tl.int64) * H + h) * (K * V), ck, cv, K, V, BK, BV)
-    tl.debug_barrier()
-    G = without_reads(G, reads, ck, cv, K, V, READS)
+    reads = unit + K * V
+    for t in tl.static_range(READS):
+        qt = tl.load(q + ((first + t) * KH + h // (H // KH)) * K + ck, mask=ck < K, other=0.0).to(tl.float32)
+        d_out = tl.load(d_o + ((first + t) * H + h) * V + cv, mask=cv < V, other=0.0).to(tl.float32)
+        G -= qt[:, None] * d_out[None, :]
+        tl.store(reads + t * K + ck, qt, mask=(ck < K) & (tl.program_id(1) == 0))
+        tl.store(reads + READS * K + t * V + cv, d_out, mask=cv < V)
     store_state(unit, G, ck, cv, K, V, BK, BV)
 
 

@@ -337,7 +337,7 @@ def _return(call: Call, given: Inputs, walk: Walk, maps: Tensor, local: Tensor, 
     message, (B, T, H, V) = call.message, given.v.shape
     start(
         borders.return_, (B * H, -(-V // TAKEN)),
-        maps, local, given.q, d_o, mine, T, walk.segments, H=H, KH=given.q.shape[2], BW=wide(V, 16),
+        maps, local, given.q, d_o, mine, T, walk.segments, H=H, KH=given.q.shape[2],
         READS=message.reads, **message.flags("MAP") | {"UNIT": mine.shape[2]}, num_warps=4,
     )  # fmt: skip
 
