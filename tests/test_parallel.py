@@ -167,6 +167,15 @@ def test_which_calls_a_device_sends_in_one_message(monkeypatch, asked, rule, cha
     assert borders.fits(inputs, call, Around(None, None, None)) == expected
 
 
+def test_names_of_what_is_unproven_are_known_ones(monkeypatch):
+    monkeypatch.setenv(unproven.SWITCH, "boarders")
+    with pytest.raises(ValueError, match="FASTWEIGHT_UNPROVEN: got 'boarders', expected 0, 1 or names among borders"):
+        unproven.asked_for()
+    for value, named, every in (("borders", True, False), ("1", True, True), ("0", False, False)):
+        monkeypatch.setenv(unproven.SWITCH, value)
+        assert (unproven.asked_for("borders"), unproven.asked_for()) == (named, every)
+
+
 class OnDevice:
     """A tensor that says that it lies on a device."""
 
