@@ -184,7 +184,7 @@ class Gradients:
     """Empty gradients of a call; queries and keys per value head, masked rows zero because no program writes them."""
 
     def __init__(self, given: Inputs, where: Geometry, want_state: bool, slots: int | None = None) -> None:
-        """slots: chunks whose state gradients there is room for at a time; None is all of them."""
+        """slots: chunks whose state gradients there is room for at a time; None is all of them, 0 asks for none."""
         B, T, H, V = given.v.shape
         K = given.q.shape[3]
         wide: dict[str, Any] = {"dtype": torch.float32, "device": given.v.device}
@@ -198,7 +198,7 @@ class Gradients:
         self.states = given.v.new_empty(where.slots if slots is None else slots, H, K, V)
         self.state0 = torch.empty(where.sequences, H, K, V, **wide) if want_state else None
         self.nothing = torch.empty(0, **wide)
-        self.shares_room = slots == 0  # state gradients lie where those of q and k will be
+        self.shares_room = slots == 0  # of regression: state gradients lie where those of q and k will be
         self.given = given
 
     def rows(self, rows: slice, slots: int) -> "Gradients":

@@ -6,7 +6,8 @@ joined there too, so that spreading a sequence costs one exchange each way and a
     forward    step sizes, maps of pieces, `leave` -> exchange -> `arrive`, the walk
     backward   what pieces add in reverse, `return_` -> exchange -> `recede`, the walk in reverse, `settle`
 
-`Class` is what differs between regression and inner product: four calls of the launches that one device makes.
+`Class` is what differs between regression, inner product and the latter by column: four calls of the launches that one
+device makes.
 
 Traps: the engines leave out what the last piece (in reverse the first) hands on, because nothing follows it; here the
 next rank does, so that there is an empty piece behind the last one. With a window the walk gets gains of 0 for the

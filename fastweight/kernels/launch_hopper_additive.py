@@ -65,7 +65,7 @@ def backward_state(
     plan: Plan, given: Inputs, walk: Walk, decay: Tensor, d_o: Tensor, d_end: Tensor | None, d_start: Tensor | None,
     d_states: Tensor | None, skip: bool = True,
 ) -> None:  # fmt: skip
-    """Fills d_start and the chunks' state gradients if given; without these, with `skip`, not for first pieces."""
+    """Fills d_start and the chunks' state gradients if given; without the latter `skip` leaves out first pieces."""
     from fastweight.kernels import hopper_additive
 
     K = given.q.shape[3]

@@ -1,7 +1,7 @@
 """The op over ranks on kernels for the price of one pass: all rules but regression by column or over windows.
 
 Everything that ranks have to tell each other goes in one message each way (kernels/launch_borders.py), and the whole
-call is one autograd function, so that the host makes little more calls than one process does. Served are dense rows,
+call is one autograd function, so that the host makes few calls more than one process does. Served are dense rows,
 read after they are written: regression with a gain per head, the inner product also with a window or by column.
 
 Trap: all ranks must go backward through every call; the final state is computed on all of them, from messages alone.
