@@ -60,7 +60,7 @@ def test_methods_become_phases_of_a_real_profile() -> None:
     assert "step: log" in {span.name for span in gaps.split(events.kineto_results.events())[1]}
 
 
-def test_results_are_compared_with_the_first_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_are_compared_with_the_first_run(tmp_path: Path) -> None:
     def leave(name: str, factor: float, steps: int = lm_two.STEPS) -> None:
         (tmp_path / name).mkdir()
         lines = [
@@ -87,7 +87,7 @@ def test_results_are_compared_with_the_first_run(tmp_path: Path, monkeypatch: py
 
 
 def test_a_rank_that_fails_ends_its_run_and_a_limit_ends_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import subprocess
     import sys

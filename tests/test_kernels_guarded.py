@@ -7,11 +7,11 @@ do not count their elements, in memory that is never touched elsewhere.
 import numpy as np
 import pytest
 import torch
-from kernel_harness import case, interpreted, kernel, make, outcome, surroundings
 
 import fastweight as fw
 from fastweight.kernels import dispatch
 from tests.interpreter import INTERPRETED, run_interpreted
+from tests.kernel_harness import case, interpreted, kernel, make, outcome, surroundings
 
 
 @pytest.fixture(name="guarded")

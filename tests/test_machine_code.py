@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from kernel_harness import at, case, gpu, kernel, make, outcome, surroundings
-from machine_code import disassemble, lost_descriptors, products
+
+from tests.kernel_harness import at, case, gpu, kernel, make, outcome, surroundings
+from tests.machine_code import disassemble, lost_descriptors, products
 
 BEGIN = """
         /*0000*/                   S2UR UR4, SR_CTAID.X ;
