@@ -75,11 +75,13 @@ def answered(model: Any, ids: Tensor) -> Tensor:
 
 def model_of(mixer: str, width: int, layers: int) -> Any:
     """A small model; ".3" as in the recipes: RMS-normalised keys, and the token emits the step itself."""
-    name, dot, _ = mixer.partition(".")
+    name, dot, number = mixer.partition(".")
+    if dot + number not in EXTRA:
+        raise ValueError(f"models: got {mixer}, expected a mixer, alone or with .3")
     settings = {"hidden_size": width, "intermediate_size": 2 * width, "num_attention_heads": max(width // 64, 1)}
     settings |= {"vocab_size": VOCAB, "num_hidden_layers": layers, "initializer_range": 0.5 * width**-0.5}
     torch.manual_seed(0)
-    return FastWeightForCausalLM(FastWeightConfig(mixer=name, **settings, **EXTRA[".3" if dot else ""]))
+    return FastWeightForCausalLM(FastWeightConfig(mixer=name, **settings, **EXTRA[dot + number]))
 
 
 def train(model: Any, tokens: int, rows: int, steps: int, rate: float, limit: float) -> dict[str, Any]:

@@ -47,6 +47,11 @@ def test_recall_counts_right_answers_by_distance(monkeypatch: pytest.MonkeyPatch
         assert point["right"] == (1.0 if point["distance"] < 64 else 0.0)
 
 
+def test_models_whose_ending_is_unknown_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"models: got falcon-1a\.1, expected a mixer"):
+        needle.model_of("falcon-1a.1", 16, 1)
+
+
 def test_a_model_is_trained_asked_and_drawn(tmp_path: Path) -> None:
     words = ["--models", "falcon-1a.3", "--tokens", "64", "--longest", "128", "--rows", "2", "--steps", "2"]
     needle.main(
