@@ -132,7 +132,7 @@ def train(name: str, batch: int, length: int, profile: bool) -> None:
     say("ready", built_s=round(built, 1), first_step_s=round(first, 1), first_loss=round(loss, 3))
     wait_for_go()
     _seconds(lambda: (step(), step()))
-    forget()
+    reset_peak()  # and no more than that: what the allocator holds, the timed steps take
     seconds = [_seconds(lambda: [step() for _ in range(STEPS)]) / STEPS for _ in range(ROUNDS)]
     last = float(step())
     if not last < loss:  # the same batch again and again: a loss that does not fall, or is NaN, is a fault
@@ -162,16 +162,22 @@ def synchronize() -> None:
 
 
 def peak_memory() -> int:
-    """Bytes of the device, since `forget`."""
+    """Bytes of the device, since `reset_peak`."""
     return torch.cuda.max_memory_allocated() if DEVICE == "cuda" else 0
 
 
-def forget() -> None:
+def reset_peak() -> None:
     """Memory that was used counts no more."""
     if DEVICE == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
+
+
+def forget() -> None:
+    """`reset_peak`, and what the allocator holds goes back to the device."""
+    synchronize()
+    if DEVICE == "cuda":
+        torch.cuda.empty_cache()
+    reset_peak()
 
 
 def _seconds(run: Callable[[], Any]) -> float:
