@@ -38,6 +38,7 @@ SETTINGS = (
     "training.precision=bf16", "training.checkpoint_every=1000", "optimizer.warmup_steps=4", "engine.report=none",
 )  # fmt: skip
 AHEAD = "+ahead"
+KINDS = ("one", "ddp", "fsdp2")
 BEGAN = "LM_TWO_BEGAN"  # variable of the environment: when the parent began
 
 
@@ -296,11 +297,17 @@ def main(arguments: list[str] | None = None) -> None:
     chosen = parser.parse_args(arguments)
     if chosen.draw_only:
         return draw(json.loads(chosen.out.read_text()), chosen.out.with_suffix(".png"))
+    names, profiled = chosen.runs.split(","), chosen.gaps.split(",") if chosen.gaps else []
+    if len(set(names)) < len(names) or any(name.removesuffix(AHEAD) not in KINDS for name in names):
+        parser.error(
+            f"--runs: got {chosen.runs}, expected different ones of {', '.join(KINDS)}, each with {AHEAD} or not"
+        )
+    if not set(profiled) <= set(names):
+        parser.error(f"--gaps: got {chosen.gaps}, expected some of --runs {chosen.runs}")
     began = time.monotonic()
     os.environ[BEGAN] = str(time.time())
     settings = (f"engine.compile={str(chosen.compile).lower()}", *chosen.set)
-    plan = Plan(chosen.gpus, chosen.recipe, chosen.micro, settings, tuple(chosen.gaps.split(",")))
-    names = chosen.runs.split(",")
+    plan = Plan(chosen.gpus, chosen.recipe, chosen.micro, settings, tuple(profiled))
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         work = Path(folder)
         write_data(work / "data", chosen.vocab, 2**20)

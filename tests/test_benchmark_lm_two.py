@@ -1,6 +1,7 @@
 """One GPU against several, without any: where idle time of a profile goes, how runs are compared and reported."""
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -84,6 +85,20 @@ def test_results_are_compared_with_the_first_run(tmp_path: Path) -> None:
     assert "failed: exit codes [0, 1]: said" in lines[4]
     lm_two.draw(runs, tmp_path / "two.png")
     assert (tmp_path / "two.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--runs", "one,ddb"], "--runs: got one,ddb, expected different ones of one, ddp, fsdp2"),
+        (["--runs", "one,one"], "--runs: got one,one"),
+        (["--runs", "one,ddp", "--gaps", "ddp+ahead"], r"--gaps: got ddp\+ahead, expected some of --runs one,ddp"),
+    ],
+)
+def test_runs_that_are_none_are_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        lm_two.main(words)
+    assert re.search(message, capsys.readouterr().err)
 
 
 def test_a_rank_that_fails_ends_its_run_and_a_limit_ends_all(
