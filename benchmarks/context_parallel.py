@@ -205,7 +205,7 @@ def worker(rank: int, size: int, port: int, chosen: Any) -> None:
     """One GPU: all rules, then rank 0 writes."""
     os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank)})
     device = torch.device(chosen.device, rank) if chosen.device == "cuda" else torch.device("cpu")
-    with socket_group(rank, size, device):
+    with process_group(rank, size, device):
         if rank == 0:
             say("the group stands")
         results = []
@@ -222,7 +222,7 @@ def worker(rank: int, size: int, port: int, chosen: Any) -> None:
 
 
 @contextmanager
-def socket_group(rank: int, size: int, device: torch.device) -> Iterator[None]:
+def process_group(rank: int, size: int, device: torch.device) -> Iterator[None]:
     """All processes, after a first message, which sets up what the next ones need."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
