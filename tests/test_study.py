@@ -130,13 +130,13 @@ def test_a_study_runs_side_by_side_and_is_not_run_twice(tmp_path, monkeypatch):
 
 
 def test_a_worker_that_failed_or_died_is_replaced_and_gpus_take_turns():
-    told = dict(workers.spread([(i,) for i in range(5)], work, 2, gpus=["4", "5"]))
+    told = dict(workers.run_pieces([(i,) for i in range(5)], work, 2, gpus=["4", "5"]))
     assert told[2,] == "failed: its process ended with code 7"
     said = {n[0]: text.split() for n, text in told.items() if n != (2,)}
     assert sorted(said) == [0, 1, 3, 4]
     assert sum(words[2] == said[1][2] for words in said.values()) == 1, "nothing follows a failure in its process"
     assert {words[4] for words in said.values()} == {"4", "5"}
-    assert list(workers.spread([(0,)], work, 1, end=0.0)) == [], "no time: nothing is done"
+    assert list(workers.run_pieces([(0,)], work, 1, end=0.0)) == [], "no time: nothing is done"
 
 
 def test_what_others_trained_counts_as_done_where_it_is_the_same(tmp_path, monkeypatch):

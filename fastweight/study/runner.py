@@ -22,7 +22,7 @@ from fastweight.files import write_json
 from fastweight.recipes import Run, to_dict
 from fastweight.recipes.rundir import changes_between
 from fastweight.study.plan import Study
-from fastweight.study.workers import spread, visible_gpus
+from fastweight.study.workers import run_pieces, visible_gpus
 
 OUTCOME = "outcome.json"
 
@@ -61,7 +61,7 @@ def run_study(
         say(f"{study.name}: {len(to_do)} of {len(runs)} to train, {workers} at a time")
         pieces = [(runs[member], member_dir(out, *member), *member, scoring or Scoring()) for member in to_do]
         gpus = [] if runs[to_do[0]].training.device == "cpu" else visible_gpus()
-        _follow(spread(pieces, _member, workers, end, gpus), len(to_do), start, say)
+        _follow(run_pieces(pieces, _member, workers, end, gpus), len(to_do), start, say)
     return read_outcomes(study, out)
 
 

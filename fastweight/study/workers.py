@@ -39,7 +39,7 @@ def visible_gpus() -> list[str]:
     return [str(i) for i in range(count)] if named is None else named.split(",")[:count]
 
 
-def spread(
+def run_pieces(
     pieces: Sequence[Piece], work: Work, workers: int, end: float | None = None, gpus: Sequence[str] = ()
 ) -> Iterator[tuple[Piece, str]]:
     """Work on pieces, `workers` at a time; yields each with the sentence it ended with, in the order of their ends.
