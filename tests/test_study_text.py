@@ -87,6 +87,16 @@ def test_the_report_compares_losses_seed_by_seed(tmp_path: Path) -> None:
     assert [asdict(outcome_from(raw)) for raw in again] == again
 
 
+def test_texts_that_some_outcomes_lack_are_told_of_by_the_others(tmp_path: Path) -> None:
+    study = Study("texts", "About.", "lm-small", {"a": [], "b": []}, "a", seeds=2)
+    ours = [text_outcome(*member) for member in LOSSES]
+    for outcome in ours[:2]:
+        del outcome.scores["lambada"]
+    told = write_study(study, ours, tmp_path, [{"commit": "abc"}])[1].read_text()
+    assert "| a | 2 | 1,000 | 3.100 ± 0.141 |  | 22.3 ± 3.1 | - | - |" in told
+    assert "| 25.0 ± 0.0 | 70.0 ± 0.0 |" in told
+
+
 def test_language_models_stand_beside_the_papers(tmp_path: Path) -> None:
     study = Study("texts", "About.", "lm-small", {"a": [], "falcon-1.3": []}, "a", seeds=2)
     ours = [replace(text_outcome("b", seed), arm="falcon-1.3") for seed in (0, 1)]

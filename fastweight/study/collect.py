@@ -120,11 +120,7 @@ def _language_row(name: str, ours: Sequence[TextOutcome]) -> list[str]:
     if not ours:
         return [*row, "not run", "-", "-", "-"]
     told = (("validation", "perplexity"), ("wikitext2", "word_perplexity"), ("lambada", "perplexity"))
-    return [*row, str(len(ours)), *(_of_seeds([o.scores[t][f] for o in ours if t in o.scores]) for t, f in told)]
-
-
-def _of_seeds(values: Sequence[float]) -> str:
-    return spread(values, 1) if values else "-"
+    return [*row, str(len(ours)), *(spread([o.scores[t][f] for o in ours if t in o.scores], 1) for t, f in told)]
 
 
 def _addition_row(name: str, ours: Sequence[Outcome]) -> list[str]:

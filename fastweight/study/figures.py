@@ -6,7 +6,9 @@ from statistics import mean, stdev
 
 
 def spread(values: Sequence[float], digits: int) -> str:
-    """Mean and standard deviation; the mean alone for one value."""
+    """Mean and standard deviation; the mean alone for one value, a dash without any."""
+    if not values:
+        return "-"
     told = f"{mean(values):,.{digits}f}"
     return told if len(values) < 2 else f"{told} ± {stdev(values):,.{digits}f}"
 

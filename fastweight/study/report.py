@@ -34,7 +34,7 @@ def by_arm(study: Study, outcomes: Sequence[Kind]) -> dict[str, list[Kind]]:
 
 
 def spread(values: Sequence[float]) -> str:
-    """Mean and standard deviation in percent; the mean alone for one value."""
+    """Mean and standard deviation in percent; the mean alone for one value, a dash without any."""
     return figures.spread([100 * value for value in values], 1)
 
 
@@ -79,7 +79,7 @@ def size_table(groups: Mapping[str, Sequence[Outcome]], measure: str) -> str:
 
 def _mean_of(group: Sequence[Outcome], measure: str, longer: bool) -> str:
     values = [value for o in group if (value := o.mean(measure, longer)) is not None]
-    return spread(values) if values else "-"
+    return spread(values)
 
 
 def page(study: Study, outcomes: Outcomes, made: Sequence[Mapping[str, str]], picture: str, found: str = "") -> str:

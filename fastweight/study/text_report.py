@@ -41,9 +41,8 @@ def tables(study: Study, groups: Groups) -> list[str]:
 
 
 def summary(study: Study, groups: Groups) -> str:
-    """A row for each arm."""
-    others = next(iter(groups.values()))[0].scores.keys() - {VALIDATION}
-    names = sorted(others)
+    """A row for each arm; texts that outcomes of another study lack are told of by those that have them."""
+    names = sorted({name for group in groups.values() for o in group for name in o.scores} - {VALIDATION})
     head = ["arm", "seeds", "parameters", "validation loss", f"against {study.against}, by seed", "perplexity"]
     for name in names:
         head += [f"{name} accuracy %", f"{name} perplexity"] if name == LAST_WORDS else [f"{name} word perplexity"]
@@ -112,7 +111,7 @@ def _draw_positions(panel: Axes, groups: Groups) -> None:
 
 
 def _of(group: Iterable[TextOutcome], text: str, figure: str) -> list[float]:
-    return [o.scores[text][figure] for o in group]
+    return [o.scores[text][figure] for o in group if text in o.scores]
 
 
 def _at(group: Sequence[TextOutcome], position: int) -> float:
