@@ -162,8 +162,11 @@ def test_what_others_trained_counts_as_done_where_it_is_the_same(tmp_path, monke
         ("memory", 0, "falcon-1"),
         ("memory", 1, "falcon-1"),
     ]
-    with pytest.raises(ValueError, match="--known"):
-        add_known(load_study(str(plan), ["training.steps=3"]), tmp_path / "other", files)
+    for changed in ("training.steps=3", "task.test_problems=3"):  # another training, another test
+        with pytest.raises(ValueError, match=r"--known: .* holds no outcome"):
+            add_known(load_study(str(plan), [changed]), tmp_path / "other", files)
+    with pytest.raises(ValueError, match=r"--known: got .*nowhere"):
+        add_known(study, tmp_path / "other", [tmp_path / "nowhere"])
 
 
 def test_the_arms_of_a_study_on_another_recipe_have_a_name_of_their_own():

@@ -25,6 +25,7 @@ from fastweight.study.plan import Study
 from fastweight.study.workers import run_pieces, visible_gpus
 
 OUTCOME = "outcome.json"
+TESTED = ("test_widths", "test_sizes", "test_problems", "test_seed")  # settings of tasks: the same test
 
 Say = Callable[[str], None]
 Member = tuple[str, int]  # arm and seed
@@ -87,11 +88,14 @@ def add_known(study: Study, out: Path, files: Iterable[Path], say: Say = print) 
     """Put outcomes of study.json files where those of this study are looked for; returns by what they were made.
 
     What was trained on another machine, in part, or for another study thus counts as done. An outcome is taken where
-    its settings, as its file has them, are those of a member, whatever the arm is called there; a member that `out`
-    holds already is left as it is. Raises ValueError for a file with nothing that this study trains.
+    its settings, as its file has them, are those of a member, test included, whatever the arm is called there; a member
+    that `out` holds already is left as it is. Raises ValueError for a file with nothing that this study trains. Traps:
+    recipes are taken as they are now, and a file does not say which text was trained on.
     """
     made = []
     for file in files:
+        if not file.is_file():
+            raise ValueError(f"--known: got {file}, expected a study.json")
         told = json.loads(file.read_text(encoding="utf-8"))
         found = _same_runs(study, told)
         if not found:
@@ -112,7 +116,12 @@ def _same_runs(study: Study, told: dict[str, Any]) -> dict[Member, dict[str, Any
     runs = {member: to_dict(study.run(*member)) for member in study.members()}
     for raw in told["outcomes"]:
         ran = to_dict(theirs.run(raw["arm"], raw["seed"]))
-        same = [member for member, run in runs.items() if not changes_between({"run": ran}, {"run": run})]
+        same = [
+            member
+            for member, run in runs.items()
+            if not changes_between({"run": ran}, {"run": run})
+            and all(ran["task"].get(name) == run["task"].get(name) for name in TESTED)
+        ]
         found |= dict.fromkeys(same, raw)
     return found
 
