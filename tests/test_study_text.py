@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from fastweight.cli.study import eval_task
 from fastweight.data import load_tokenizer, open_shards
 from fastweight.evaluation.checkpoint import load_language_model
 from fastweight.evaluation.course import course_of
@@ -55,6 +56,8 @@ def test_a_run_on_text_is_scored_where_it_says_and_comes_back_from_json(data: Pa
     assert outcome.positions[-1][0] <= 16
     assert outcome.curve[-1][0] == 8
     assert f"loss {wanted.loss:.3f}" in told
+    with pytest.raises(ValueError, match="a run on text, expected tasks that draw"):
+        eval_task([run_dir], tmp_path / "report")
 
 
 def test_a_run_that_fails_says_why(data: Path, tmp_path: Path) -> None:

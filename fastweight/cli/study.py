@@ -51,15 +51,18 @@ def eval_task(
 ) -> None:
     """Score trained models of a drawn task by size: a table, JSON, Markdown and a picture."""
     need("matplotlib", "the picture")
+    from fastweight.evaluation.addition import find_checkpoint
     from fastweight.evaluation.outcomes import Outcome, outcome_of
     from fastweight.evaluation.provenance import made_by
+    from fastweight.recipes import TextTask
     from fastweight.study.plan import Study
     from fastweight.study.report import write_study
 
+    for path in runs:  # before anything is scored, which takes minutes
+        if isinstance(find_checkpoint(path, lambda text: None)[1].task, TextTask):
+            raise ValueError(f"runs: got {path}, a run on text, expected tasks that draw their problems (see eval ppl)")
     scored = [outcome_of(path, str(path), 0) for path in runs]
     outcomes = [outcome for outcome in scored if isinstance(outcome, Outcome)]
-    if len(outcomes) < len(scored):
-        raise ValueError("runs: got a run on text, expected runs of tasks that draw their problems (see eval ppl)")
     if len({tuple(o.sizes) for o in outcomes}) > 1:
         raise ValueError("runs: got runs with different test sizes, expected runs of one task")
     arms: dict[str, list[str]] = {outcome.arm: [] for outcome in outcomes}
