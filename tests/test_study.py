@@ -7,7 +7,7 @@ import pytest
 from study_pieces import work
 from test_cli import run_main
 
-from fastweight.evaluation.outcomes import Outcome
+from fastweight.evaluation.outcomes import Outcome, Scoring
 from fastweight.recipes import load_recipe
 from fastweight.study import workers
 from fastweight.study.plan import Study, load_study, study_names
@@ -63,6 +63,10 @@ def test_members_go_through_the_arms_before_the_next_seed():
     assert study.members() == [("falcon-1", 0), ("mamba2", 0), ("falcon-1", 1), ("mamba2", 1)]
 
 
+def scored(name, scoring):
+    return run_study(load_study(name), None, workers=1, scoring=scoring)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("call", "named"),
     [
@@ -72,6 +76,9 @@ def test_members_go_through_the_arms_before_the_next_seed():
         (lambda: Study("a", "b", "parity-tiny", ARMS, "x"), "against"),
         (lambda: run_study(load_study("mqar", ["model.x.y"]), None, workers=1), "KEY=VALUE"),  # type: ignore[arg-type]
         (lambda: run_study(load_study("mqar"), None, workers=0), "workers"),  # type: ignore[arg-type]
+        (lambda: scored("mqar", Scoring(generate=True)), "generate: got a study of the task mqar"),
+        (lambda: scored("addition", Scoring(texts={"page": "x"})), "texts: got a study of the task addition"),
+        (lambda: scored("lm-small", Scoring(texts={"validation": "x"})), "texts: got the name validation"),
     ],
 )
 def test_wrong_plans_are_named(call, named):

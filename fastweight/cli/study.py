@@ -113,7 +113,10 @@ def study(
     def say(text: str) -> None:
         told.print(text, highlight=False, soft_wrap=True)
 
-    made, scoring = add_known(plan, out, known or [], say), Scoring(generate, dict(map(_named, texts or [])))
+    named = [_named(text) for text in texts or []]
+    if len(dict(named)) < len(named):
+        raise ValueError(f"--text: got {', '.join(texts or [])}, expected a name of its own for each")
+    made, scoring = add_known(plan, out, known or [], say), Scoring(generate, dict(named))
     outcomes = run_study(plan, out, workers=workers, budget=budget, scoring=scoring, say=say)
     here = [] if made and budget == 0 else [made_by(_command())]
     _tell(write_study(plan, outcomes, report or out, [*made, *here]))

@@ -16,7 +16,7 @@ from fastweight.evaluation.perplexity import Document, Ending, Perplexity, last_
 from fastweight.evaluation.perplexity_report import by_context
 from fastweight.recipes import Run, TextTask
 
-LAST_WORDS = "lambada"
+VALIDATION, LAST_WORDS = "validation", "lambada"
 BATCH = 16
 
 
@@ -47,7 +47,7 @@ class TextOutcome:
     def in_words(self) -> str:
         """A line for people who wait."""
         rate = self.cost.get("tokens_per_second")
-        told = f"validation loss {self.scores['validation']['loss']:.3f}"
+        told = f"validation loss {self.scores[VALIDATION]['loss']:.3f}"
         return told if rate is None else f"{told}, {rate:,.0f} tokens/s"
 
 
@@ -58,7 +58,7 @@ def text_outcome_of(run_dir: Path, run: Run, arm: str, seed: int, files: Mapping
     assert task.data is not None, "it was trained"
     loaded = load_language_model(run_dir, say=lambda text: None)
     validation = _score(loaded, sources.documents_of_data(Path(task.data), "validation", loaded.tokenizer, None))
-    scores = {"validation": _figures(validation)}
+    scores = {VALIDATION: _figures(validation)}
     for name, file in files.items():
         if name == LAST_WORDS:
             endings = sources.documents_of_dataset(f"{LAST_WORDS}={file}", loaded.tokenizer)

@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from fastweight.evaluation.outcomes import Outcome, Scoring, TextOutcome, outcome_from, outcome_of
+from fastweight.evaluation.text_outcomes import VALIDATION
 from fastweight.files import write_json
-from fastweight.recipes import Run, to_dict
+from fastweight.recipes import AdditionTask, Run, TextTask, to_dict
 from fastweight.recipes.rundir import changes_between
 from fastweight.study.plan import Study
 from fastweight.study.workers import run_pieces, visible_gpus
@@ -55,15 +56,27 @@ def run_study(
     if workers < 1:
         raise ValueError(f"workers: got {workers}, expected at least 1")
     runs = {member: study.run(*member) for member in study.members()}  # wrong settings fail before anything starts
+    scoring = scoring or Scoring()
+    _check(scoring, next(iter(runs.values())))
     to_do = [member for member in runs if not (member_dir(out, *member) / OUTCOME).is_file()]
     start = time.monotonic()
     end = None if budget is None else start + budget
     if to_do and (budget is None or budget > 0):
         say(f"{study.name}: {len(to_do)} of {len(runs)} to train, {workers} at a time")
-        pieces = [(runs[member], member_dir(out, *member), *member, scoring or Scoring()) for member in to_do]
+        pieces = [(runs[member], member_dir(out, *member), *member, scoring) for member in to_do]
         gpus = [] if runs[to_do[0]].training.device == "cpu" else visible_gpus()
         _follow(run_pieces(pieces, _member, workers, end, gpus), len(to_do), start, say)
     return read_outcomes(study, out)
+
+
+def _check(scoring: Scoring, run: Run) -> None:
+    """ValueError for what the task has no use for, or has itself."""
+    if scoring.generate and not isinstance(run.task, AdditionTask):
+        raise ValueError(f"generate: got a study of the task {run.task.kind}, expected one of addition")
+    if scoring.texts and not isinstance(run.task, TextTask):
+        raise ValueError(f"texts: got a study of the task {run.task.kind}, expected one of language models")
+    if VALIDATION in scoring.texts:
+        raise ValueError(f"texts: got the name {VALIDATION}, expected another: it is that of the data's own split")
 
 
 def _follow(ends: Iterable[tuple[tuple, str]], total: int, start: float, say: Say) -> None:

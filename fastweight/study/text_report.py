@@ -14,12 +14,11 @@ from matplotlib.figure import Figure
 
 from fastweight.evaluation.page import markdown_table
 from fastweight.evaluation.picture import COLOURS, MARKERS
-from fastweight.evaluation.text_outcomes import LAST_WORDS, TextOutcome
+from fastweight.evaluation.text_outcomes import LAST_WORDS, VALIDATION, TextOutcome
 from fastweight.study.figures import difference, spread
 from fastweight.study.plan import Study
 
 Groups = Mapping[str, Sequence[TextOutcome]]
-VALIDATION = "validation"
 
 
 def told(outcomes: Sequence[TextOutcome]) -> str:
