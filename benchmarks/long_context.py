@@ -12,6 +12,7 @@ reaches ten thousand tokens back.
 
 import argparse
 import json
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 import fastweight as fw
+from fastweight.evaluation.provenance import made_by
 
 SEED = 0
 JUDGED, SAME = 1024, 1e-11
@@ -134,7 +136,8 @@ def main(arguments: list[str] | None = None) -> None:
         last = {key: f"{results[-1][key][-1]:.2e}" for key in ("o", "S")}
         print(f"{name}: after {results[-1]['position'][-1]:,} tokens {last}", flush=True)
         chosen.out.mkdir(parents=True, exist_ok=True)
-        about = {"device": device, "width": chosen.width, "results": results}
+        made = made_by("python -m benchmarks.long_context " + " ".join(arguments or sys.argv[1:]))
+        about = {"made": made, "device": device, "width": chosen.width, "results": results}
         (chosen.out / "drift.json").write_text(json.dumps(about) + "\n")
         draw(about, chosen.out)
     return None

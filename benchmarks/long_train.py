@@ -107,13 +107,12 @@ def by_position(of_tokens: Tensor, fresh: Tensor) -> list[dict[str, float]]:
 
 def read(model: Any, ids: Tensor, length: int, segment: int, short: int) -> dict[str, Any]:
     """Loss against position on rows of `length`, at once and in segments, and by how much blocks of them differ; the
-    curve has beside it the losses of a reader who forgets all every `short` tokens."""
+    curve has beside it the losses of a reader who forgets all every `short` tokens, which divide `length`."""
     ids = ids[: len(ids) // length * length].view(-1, length)
     whole = losses(model, ids, length)
     parts = losses(model, ids, segment)
     pairs = zip(whole.split(CHUNK, 1), parts.split(CHUNK, 1), strict=True)
     worst = float(torch.stack([(a.mean() - b.mean()).abs() / a.mean() for a, b in pairs]).max())  # NaN stays NaN
-    short = short if length % short == 0 else length
     # The first token of each short row has no loss there.
     fresh = F.pad(losses(model, ids.view(-1, short), short), (1, 0), value=float("nan")).view_as(ids)[:, 1:]
     found = {"rows": len(ids), "length": length, "segment": segment, "mean": round(float(whole.mean()), 4)}
@@ -277,6 +276,8 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     chosen = parser.parse_args(arguments)
     if chosen.data is None and not chosen.plan and not chosen.draw_only:
         parser.error("--data: got nothing, expected a directory that `fastweight prepare` wrote")
+    if not chosen.plan and any(length % chosen.learn_tokens for length in chosen.tokens):
+        parser.error(f"--tokens: got {chosen.tokens}, expected multiples of --learn-tokens {chosen.learn_tokens}")
     return chosen
 
 

@@ -14,6 +14,7 @@ as a curve that falls with distance, one that is full shows as a low curve.
 import argparse
 import json
 import math
+import sys
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fastweight.evaluation.provenance import made_by
 from fastweight.models import FastWeightConfig, FastWeightForCausalLM
 from fastweight.recipes import Optimizer
 from fastweight.training.groups import parameter_groups
@@ -183,7 +185,8 @@ def main(arguments: list[str] | None = None) -> None:
         results.append({"model": name} | seen | {"curve": curve})
         print(name, seen, " ".join(f"{point['distance']}: {point['right']:.2f}" for point in curve), flush=True)
         chosen.out.mkdir(parents=True, exist_ok=True)
-        sizes = {"tokens": chosen.tokens, "width": chosen.width, "layers": chosen.layers, "device": device}
+        about = {"made": made_by("python -m benchmarks.needle " + " ".join(arguments or sys.argv[1:]))}
+        sizes = about | {"tokens": chosen.tokens, "width": chosen.width, "layers": chosen.layers, "device": device}
         (chosen.out / "needle.json").write_text(json.dumps(sizes | {"results": results}, indent=1) + "\n")
         draw_curves(results, chosen.tokens, chosen.out / "needle.png")
     return None

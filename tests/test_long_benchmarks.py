@@ -57,7 +57,9 @@ def test_a_model_is_trained_asked_and_drawn(tmp_path: Path) -> None:
     needle.main(
         [*words, "--width", "16", "--layers", "1", "--problems", "2", "--test-rows", "2", "--out", str(tmp_path)]
     )
-    (result,) = json.loads((tmp_path / "needle.json").read_text())["results"]
+    told = json.loads((tmp_path / "needle.json").read_text())
+    assert told["made"]["command"].startswith("python -m benchmarks.needle --models falcon-1a.3 ")
+    (result,) = told["results"]
     assert result["steps"] == 2
     (tmp_path / "needle.png").unlink()
     needle.main(["--draw-only", "--out", str(tmp_path)])
@@ -122,6 +124,12 @@ def test_the_plan_grows_with_the_row_and_falls_with_checkpoints() -> None:
     assert plans[0]["bytes_per_token"] == pytest.approx(plans[1]["bytes_per_token"], rel=0.05)
     kept = long_train.planned("falcon-1.3", 1024, [*small, "engine.gradient_checkpointing=false"])
     assert kept["bytes_per_token"] > 1.3 * plans[0]["bytes_per_token"]
+
+
+def test_rows_that_short_ones_do_not_fill_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        long_train.main(["--data", "somewhere", "--tokens", "4096,5000"])
+    assert "--tokens: got [4096, 5000], expected multiples of --learn-tokens 2048" in capsys.readouterr().err
 
 
 def test_a_failed_recipe_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
