@@ -36,6 +36,13 @@ def outcome(arm, seed, inside, beyond):
     return Outcome(arm, seed, arm, 1000, (2, 4), [4, 8], 8, {"token": [inside, beyond], "exact": [0.0, 0.0]})
 
 
+def test_a_setting_replaces_the_studys_own():
+    """Told once, as it is trained."""
+    study = load_study("pairing-recall", settings=["model.mixer=falcon-1"])
+    assert [setting for setting in study.settings if setting.startswith("model.mixer=")] == ["model.mixer=falcon-1"]
+    assert study.run("next, after", 0).model["mixer"] == "falcon-1"
+
+
 @pytest.mark.parametrize("name", study_names())
 def test_every_arm_of_every_study_builds_and_arms_differ_in_what_they_say(name):
     study = load_study(name)

@@ -111,6 +111,11 @@ def load_study(
         recipe=raw["recipe"] if recipe is None else recipe,
         arms=arms,
         against=against if against in arms else next(iter(arms)),
-        settings=[*raw.get("settings", []), *settings],
+        settings=_last([*raw.get("settings", []), *settings]),
         seeds=raw.get("seeds", 5) if seeds is None else seeds,
     )
+
+
+def _last(settings: Iterable[str]) -> list[str]:
+    """One setting of each name: the last, which is the one that counts."""
+    return list({setting.partition("=")[0]: setting for setting in settings}.values())
