@@ -76,23 +76,12 @@ def draw(results: Mapping[str, Perplexity], path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    from fastweight.evaluation.picture import COLOURS, MARKERS
+    from fastweight.evaluation.picture import draw_by_context
 
     figure = Figure(figsize=(7.5, 4.8), layout="constrained")
     FigureCanvasAgg(figure)
     panel = figure.subplots()
-    for i, (name, result) in enumerate(results.items()):
-        panel.plot(
-            *zip(*by_context(result), strict=True),
-            color=COLOURS[i % len(COLOURS)],
-            marker=MARKERS[i % len(MARKERS)],
-            linestyle=("-", "--", "-.", ":")[i // len(COLOURS) % 4],
-            markersize=4,
-            label=name,
-        )
-    panel.set_xscale("log", base=2)
-    panel.set(xlabel="tokens in context", ylabel="loss (nats a token)", title="What more context is worth")
-    panel.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    draw_by_context(panel, {name: by_context(result) for name, result in results.items()}, "loss (nats a token)")
     panel.grid(color="#DDDDDD", linewidth=0.6)
     panel.spines[["top", "right"]].set_visible(False)
     figure.legend(*panel.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)

@@ -3,8 +3,9 @@
 Trap: matplotlib's pyplot keeps global state and may look for a screen; the figure is drawn on an Agg canvas instead.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -43,6 +44,21 @@ def draw(results: Sequence[ModelScores], path: Path) -> None:
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 5), frameon=False)
     figure.savefig(path, dpi=150)
+
+
+def line_style(index: int) -> dict[str, Any]:
+    """Colour, marker and dashes of a line among others; dashes change once the colours are used up."""
+    dashes = ("-", "--", "-.", ":")[index // len(COLOURS) % 4]
+    return {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)], "linestyle": dashes}
+
+
+def draw_by_context(panel: Axes, curves: Mapping[str, Sequence[tuple[float, float]]], ylabel: str) -> None:
+    """A line for each label: points of (tokens in context, loss)."""
+    for i, (label, points) in enumerate(curves.items()):
+        panel.plot(*zip(*points, strict=True), **line_style(i), markersize=4, label=label)
+    panel.set_xscale("log", base=2)
+    panel.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    panel.set(xlabel="tokens in context", ylabel=ylabel, title="What more context is worth")
 
 
 def _tidy(panel: Axes, result: ModelScores) -> None:

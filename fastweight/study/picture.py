@@ -7,7 +7,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from fastweight.evaluation.outcomes import Outcome
-from fastweight.evaluation.picture import COLOURS, MARKERS
+from fastweight.evaluation.picture import COLOURS, line_style
 
 Groups = Mapping[str, Sequence[Outcome]]
 MOST_LINES = 8  # more cannot be told apart
@@ -51,17 +51,10 @@ def _lines(figure: Figure, groups: Groups, measure: str) -> None:
     panel.axvspan(low, high, color="#EEEEEE", zorder=0, label="training sizes")
     for i, (arm, group) in enumerate(groups.items()):
         shares = [[100 * o.shares[measure][at] for o in group] for at in range(len(first.sizes))]
-        colour = COLOURS[i % len(COLOURS)]
-        panel.plot(
-            first.sizes,
-            [sum(values) / len(values) for values in shares],
-            color=colour,
-            marker=MARKERS[i % len(MARKERS)],
-            linestyle=("-", "--", "-.", ":")[i // len(COLOURS) % 4],
-            markersize=5,
-            label=arm,
-        )
-        panel.fill_between(first.sizes, list(map(min, shares)), list(map(max, shares)), color=colour, alpha=0.12)
+        style, means = line_style(i), [sum(values) / len(values) for values in shares]
+        panel.plot(first.sizes, means, **style, markersize=5, label=arm)
+        low_high = list(map(min, shares)), list(map(max, shares))
+        panel.fill_between(first.sizes, *low_high, color=style["color"], alpha=0.12)
     if first.sizes[-1] >= 4 * first.sizes[0] and len(first.sizes) <= 10:
         panel.set_xscale("log", base=2)
         panel.set_xticks(first.sizes, list(map(str, first.sizes)))

@@ -13,7 +13,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from fastweight.evaluation.page import markdown_table
-from fastweight.evaluation.picture import COLOURS, MARKERS
+from fastweight.evaluation.picture import COLOURS, draw_by_context
 from fastweight.evaluation.text_outcomes import LAST_WORDS, VALIDATION, TextOutcome
 from fastweight.study.figures import difference, spread
 from fastweight.study.plan import Study
@@ -73,7 +73,10 @@ def draw(groups: Groups, path: Path) -> None:
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)
     _draw_losses(left, groups)
-    _draw_positions(right, groups)
+    curves = {
+        arm: [(point[0], _at(group, i)) for i, point in enumerate(group[0].positions)] for arm, group in groups.items()
+    }
+    draw_by_context(right, curves, "nats a token")
     for panel in (left, right):
         panel.grid(color="#E5E5E5", linewidth=0.6)
         panel.spines[["top", "right"]].set_visible(False)
@@ -91,22 +94,6 @@ def _draw_losses(panel: Axes, groups: Groups) -> None:
     panel.locator_params(axis="x", nbins=5)
     panel.ticklabel_format(axis="x", useOffset=False)
     panel.set(xlabel="nats a token", title="Validation loss: every seed, and their mean")
-
-
-def _draw_positions(panel: Axes, groups: Groups) -> None:
-    for row, (arm, group) in enumerate(groups.items()):
-        panel.plot(
-            [point[0] for point in group[0].positions],
-            [_at(group, i) for i in range(len(group[0].positions))],
-            color=COLOURS[row % len(COLOURS)],
-            marker=MARKERS[row % len(MARKERS)],
-            linestyle=("-", "--", "-.", ":")[row // len(COLOURS) % 4],
-            markersize=4,
-            label=arm,
-        )
-    panel.set_xscale("log", base=2)
-    panel.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    panel.set(xlabel="tokens in context", ylabel="nats a token", title="What more context is worth")
 
 
 def _of(group: Iterable[TextOutcome], text: str, figure: str) -> list[float]:
