@@ -70,17 +70,7 @@ def teacher_forced(model: Any, input_ids: Int[Tensor, "B T"], labels: Int[Tensor
 @torch.inference_mode()
 def generate_answers(model: Any, prompts: Int[Tensor, "B P"], num_digits: int) -> Int[Tensor, "B S"]:
     """Greedy continuation of prompts of one length by `num_digits` tokens, through the model's cache."""
-    device = next(model.parameters()).device
-    prompts = prompts.to(device)
-    output = model.generate(
-        input_ids=prompts,
-        attention_mask=torch.ones_like(prompts),
-        max_new_tokens=num_digits,
-        do_sample=False,
-        use_cache=True,
-        pad_token_id=PAD,
-    )
-    return output[:, prompts.shape[1] :].cpu()
+    return torch.stack(_generated(model, [(prompt, num_digits) for prompt in prompts]))
 
 
 @torch.inference_mode()
