@@ -199,6 +199,18 @@ def backward_state(
         tl.store(d_state0 + slot + state_at, dS.to(d_state0.dtype.element_ty), mask=in_state)
 
 
+@triton.jit
+def piece_decays(decay, line, lane, s, length, chunks, per_segment, WINDOW: tl.constexpr):
+    """128 float64 numbers whose sum is log2 of what a piece leaves; log-decays [H, tokens] are summed inside chunks."""
+    total = tl.zeros([128], tl.float64)
+    stop = tl.minimum((s + 1) * per_segment, chunks)
+    for start in range(s * per_segment, stop, 128):
+        c = start + lane
+        end = tl.minimum((c + 1) * (65 - WINDOW), length) - 1
+        total += tl.load(decay + line + end, mask=c < stop, other=0.0).to(tl.float64)
+    return total
+
+
 @triton.jit(do_not_specialize=["length", "chunks", "tokens", "segments", "per_segment"])
 def join(
     local, decay, outside, found, length, chunks, tokens, segments, per_segment,
@@ -217,11 +229,6 @@ def join(
         s = segments - 1 - turn if REVERSE else turn
         here = ((n * segments + s).to(tl.int64) * H + h) * SIZE + at
         tl.store(found + here, state.to(tl.float32), mask=at < SIZE)
-        total = tl.zeros([128], tl.float64)
-        stop = tl.minimum((s + 1) * per_segment, chunks)
-        for start in range(s * per_segment, stop, 128):
-            c = start + lane
-            end = tl.minimum((c + 1) * (65 - WINDOW), length) - 1
-            total += tl.load(decay + line + end, mask=c < stop, other=0.0).to(tl.float64)
+        total = piece_decays(decay, line, lane, s, length, chunks, per_segment, WINDOW)
         added = tl.load(local + here, mask=at < SIZE, other=0.0).to(tl.float64)
         state = state * tl.exp2(tl.sum(total, axis=0)) + added

@@ -29,7 +29,8 @@ time, as in solve.py's `compose`: barriers stand before and behind, because one 
 import triton
 import triton.language as tl
 
-from fastweight.kernels.edges import edge_back, edge_forth, load_state, store_state, without_reads
+from fastweight.kernels.additive import piece_decays
+from fastweight.kernels.edges import edge_back, edge_forth, load_columns, store_columns, without_reads
 from fastweight.kernels.tiles import state_tile
 
 
@@ -121,19 +122,6 @@ def write_edges(
         tl.store(before + 1, 0.0)
 
 
-@triton.jit
-def piece_decay(decay, line, s, length, chunks, per_segment, WINDOW: tl.constexpr):
-    """log2 of what a piece leaves, from the log-decays [H, tokens] that are summed inside chunks."""
-    lane = tl.arange(0, 128)
-    total = tl.zeros([128], tl.float64)
-    stop = tl.minimum((s + 1) * per_segment, chunks)
-    for start in range(s * per_segment, stop, 128):
-        c = start + lane
-        end = tl.minimum((c + 1) * (65 - WINDOW), length) - 1
-        total += tl.load(decay + line + end, mask=c < stop, other=0.0).to(tl.float64)
-    return tl.sum(total, axis=0).to(tl.float32)
-
-
 @triton.jit(do_not_specialize=["length", "chunks", "tokens", "segments", "per_segment"])
 def leave(
     maps, local, decay, k, v, beta, lam, message, before, length, chunks, tokens, segments, per_segment,
@@ -159,7 +147,7 @@ def leave(
             for s in range(segments):
                 piece = maps + ((n * (segments + 1) + s).to(tl.int64) * H + h) * MAP
                 M = through(piece, M, unit + K * V, ck, cv, K, K, BK, BV, False)
-            store_state(unit + K * V, M, ck, cv, K, K, BK, BV)
+            store_columns(unit + K * V, M, ck, cv, K, K, BK, BV)
             return
     cv = block * BV + tl.arange(0, BV)
     S = tl.zeros([BK, BV], tl.float32)
@@ -171,14 +159,15 @@ def leave(
                 span = tl.load(maps + slot * MAP + cv, mask=cv < V, other=0.0)
             else:
                 line = h.to(tl.int64) * tokens + n.to(tl.int64) * length
-                span = piece_decay(decay, line, s, length, chunks, per_segment, WINDOW) + cv * 0.0
+                parts = piece_decays(decay, line, tl.arange(0, 128), s, length, chunks, per_segment, WINDOW)
+                span = tl.sum(parts, axis=0).to(tl.float32) + cv * 0.0
                 tl.store(maps + slot + cv, span, mask=cv == 0)
             total += span.to(tl.float64)
             S *= tl.exp2(span)[None, :]
         else:
             S = through(maps + slot * MAP, S, unit, ck, cv, K, V, BK, BV, False)
-        S += load_state(local + slot * (K * V), ck, cv, K, V, BK, BV)
-    store_state(unit, S, ck, cv, K, V, BK, BV)
+        S += load_columns(local + slot * (K * V), ck, cv, K, V, BK, BV)
+    store_columns(unit, S, ck, cv, K, V, BK, BV)
     if COLUMN:
         tl.store(unit + K * V + cv, total.to(tl.float32), mask=cv < V)
     elif not MATRIX:
@@ -210,7 +199,7 @@ def arrive(
     here = nh.to(tl.int64) * (K * V)
     S = tl.zeros([BK, BV], tl.float32)
     if state0 is not None:
-        S += load_state(state0 + here, ck, cv, K, V, BK, BV)
+        S += load_columns(state0 + here, ck, cv, K, V, BK, BV)
     room = begun + here
     if ended is not None:
         room = ended + here
@@ -221,22 +210,22 @@ def arrive(
             S = edge_forth(S, tail, unit + HEAD, q, None, 0, n, h, ck, cv, eps, floor, H, KH, K, V, WINDOW, SHIFT,
                            MATRIX, COLUMN, SCALED, DIRECT)  # fmt: skip
             S = moved(unit + K * V, S, room, ck, cv, K, V, BK, BV, MATRIX, COLUMN, False)
-            S += load_state(unit, ck, cv, K, V, BK, BV)
+            S += load_columns(unit, ck, cv, K, V, BK, BV)
         else:
             tl.debug_barrier()
-            store_state(begun + here, S, ck, cv, K, V, BK, BV)
+            store_columns(begun + here, S, ck, cv, K, V, BK, BV)
             first = n.to(tl.int64) * length
             S = edge_forth(S, tail, unit + HEAD, q, early, first, n, h, ck, cv, eps, floor, H, KH, K, V, WINDOW, SHIFT,
                            MATRIX, COLUMN, SCALED, DIRECT)  # fmt: skip
             for s in range(segments):
                 slot = (n * (segments + 1) + s).to(tl.int64) * H + h
                 place = begins + ((n * segments + s).to(tl.int64) * H + h) * (K * V)
-                store_state(place, S, ck, cv, K, V, BK, BV)
+                store_columns(place, S, ck, cv, K, V, BK, BV)
                 if (s + 1 < segments) | (rank + 1 < stop) | (ended is not None):
                     S = moved(maps + slot * MAP, S, place, ck, cv, K, V, BK, BV, MATRIX, COLUMN, False)
-                    S += load_state(local + slot * (K * V), ck, cv, K, V, BK, BV)
+                    S += load_columns(local + slot * (K * V), ck, cv, K, V, BK, BV)
     if ended is not None:
-        store_state(ended + here, S, ck, cv, K, V, BK, BV)
+        store_columns(ended + here, S, ck, cv, K, V, BK, BV)
 
 
 @triton.jit(do_not_specialize=["length", "segments"])
@@ -262,7 +251,7 @@ def return_(
         s = segments - 1 - back
         slot = (n * (segments + 1) + s).to(tl.int64) * H + h
         G = moved(maps + slot * MAP, G, unit, ck, cv, K, V, BK, BV, MATRIX, COLUMN, True)
-        G += load_state(local + ((n * segments + s).to(tl.int64) * H + h) * (K * V), ck, cv, K, V, BK, BV)
+        G += load_columns(local + ((n * segments + s).to(tl.int64) * H + h) * (K * V), ck, cv, K, V, BK, BV)
     reads = unit + K * V
     for t in tl.static_range(READS):
         qt = tl.load(q + ((first + t) * KH + h // (H // KH)) * K + ck, mask=ck < K, other=0.0).to(tl.float32)
@@ -270,7 +259,7 @@ def return_(
         G -= qt[:, None] * d_out[None, :]
         tl.store(reads + t * K + ck, qt, mask=(ck < K) & (tl.program_id(1) == 0))
         tl.store(reads + READS * K + t * V + cv, d_out, mask=cv < V)
-    store_state(unit, G, ck, cv, K, V, BK, BV)
+    store_columns(unit, G, ck, cv, K, V, BK, BV)
 
 
 @triton.jit(do_not_specialize=["units", "rank", "ranks", "segments"])
@@ -295,25 +284,25 @@ def recede(
     G = tl.zeros([BK, BV], tl.float32)
     if FINAL > 0:
         for r in range(ranks):
-            G += load_state(returned + (r * units + nh).to(tl.int64) * BACK + FINAL, ck, cv, K, V, BK, BV)
+            G += load_columns(returned + (r * units + nh).to(tl.int64) * BACK + FINAL, ck, cv, K, V, BK, BV)
     for back in range(ranks - 1 - rank):
         r = ranks - 1 - back
         tail = messages + (r * units + nh).to(tl.int64) * UNIT + TAIL
         unit = messages + ((r + 1) * units + nh).to(tl.int64) * UNIT
         come = returned + (r * units + nh).to(tl.int64) * BACK
         G = moved(unit + K * V, G, d_next + here, ck, cv, K, V, BK, BV, MATRIX, COLUMN, True)
-        G += load_state(come, ck, cv, K, V, BK, BV)
+        G += load_columns(come, ck, cv, K, V, BK, BV)
         if r == rank + 1:
-            store_state(d_next + here, G, ck, cv, K, V, BK, BV)
+            store_columns(d_next + here, G, ck, cv, K, V, BK, BV)
         G = edge_back(G, tail, unit + HEAD, come + K * V, ck, cv, eps, floor, K, V, WINDOW, SHIFT, MATRIX, COLUMN,
                       SCALED, DIRECT)  # fmt: skip
     for back in range(segments):
         s = segments - 1 - back
         slot = (n * (segments + 1) + s).to(tl.int64) * H + h
         at = ((n * segments + s).to(tl.int64) * H + h) * (K * V)
-        store_state(ends + at, G, ck, cv, K, V, BK, BV)
+        store_columns(ends + at, G, ck, cv, K, V, BK, BV)
         G = moved(maps + slot * MAP, G, ends + at, ck, cv, K, V, BK, BV, MATRIX, COLUMN, True)
-        G += load_state(local + at, ck, cv, K, V, BK, BV)
+        G += load_columns(local + at, ck, cv, K, V, BK, BV)
     if READS > 0:
         G = without_reads(G, returned + (rank * units + nh).to(tl.int64) * BACK + K * V, ck, cv, K, V, READS)
-    store_state(d_begun + here, G, ck, cv, K, V, BK, BV)
+    store_columns(d_begun + here, G, ck, cv, K, V, BK, BV)

@@ -19,13 +19,13 @@ from fastweight.kernels.tiles import state_tile
 
 
 @triton.jit
-def load_state(place, ck, cv, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
+def load_columns(place, ck, cv, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
     at, inside = state_tile(ck, cv, K, V, BK, BV)
     return tl.load(place + at, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def store_state(place, S, ck, cv, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
+def store_columns(place, S, ck, cv, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
     at, inside = state_tile(ck, cv, K, V, BK, BV)
     tl.store(place + at, S, mask=inside)
 
@@ -95,13 +95,25 @@ def edge_gates(tail, head, TOKEN: tl.constexpr, cv, K: tl.constexpr, V: tl.const
 
 
 @triton.jit
+def edge_sizes(tail, head, TOKEN: tl.constexpr, ck, cv, eps, floor, K: tl.constexpr, V: tl.constexpr,
+               WINDOW: tl.constexpr, SHIFT: tl.constexpr, COLUMN: tl.constexpr, SCALED: tl.constexpr,
+               DIRECT: tl.constexpr):  # fmt: skip
+    """Of an edge token: energy, pairs, gates, whether it writes, and the step and carry [BV] that follow."""
+    energy, count = edge_energy(tail, head, TOKEN, ck, K, V, WINDOW, SHIFT)
+    energy += cv * 0.0
+    gain, ridge, writes = edge_gates(tail, head, TOKEN, cv, K, V, WINDOW, SHIFT, COLUMN)
+    eta, _r, _d, _a, carry, _o, _w = step_sizes(energy, gain, ridge, writes, eps, floor, SCALED, DIRECT)
+    return energy, count, gain, ridge, writes, eta, carry
+
+
+@triton.jit
 def edge_step(tail, head, TOKEN: tl.constexpr, ck, cv, eps, floor, K: tl.constexpr, V: tl.constexpr,
               WINDOW: tl.constexpr, SHIFT: tl.constexpr, COLUMN: tl.constexpr, SCALED: tl.constexpr,
               DIRECT: tl.constexpr):  # fmt: skip
     """Weight of every pair and carry of an edge token [BV] (SPEC section 3)."""
-    energy, count = edge_energy(tail, head, TOKEN, ck, K, V, WINDOW, SHIFT)
-    gain, ridge, pair = edge_gates(tail, head, TOKEN, cv, K, V, WINDOW, SHIFT, COLUMN)
-    eta, _r, _d, _a, carry, _o, _w = step_sizes(energy + cv * 0.0, gain, ridge, pair, eps, floor, SCALED, DIRECT)
+    _e, count, _g, _r, _w, eta, carry = edge_sizes(
+        tail, head, TOKEN, ck, cv, eps, floor, K, V, WINDOW, SHIFT, COLUMN, SCALED, DIRECT
+    )
     return eta / count, carry
 
 

@@ -14,17 +14,16 @@ import triton.language as tl
 
 from fastweight.kernels.edges import (
     early_reads,
-    edge_energy,
-    edge_gates,
+    edge_sizes,
     edge_step,
     edge_write,
-    load_state,
+    load_columns,
     pair_key,
     pair_lives,
     pair_target,
-    store_state,
+    store_columns,
 )
-from fastweight.kernels.gates import step_gradient, step_sizes
+from fastweight.kernels.gates import step_gradient
 
 
 @triton.jit
@@ -73,23 +72,22 @@ def settle(
     for start in range(0, V, BV):
         cv = start + tl.arange(0, BV)
         d_y = tl.zeros([BP, BV], tl.float32)
-        states = (load_state(before, ck, cv, K, V, BK, BV),)  # before each token
+        states = (load_columns(before, ck, cv, K, V, BK, BV),)  # before each token
         for t in tl.static_range(EDGE - 1):
             weight, carry = edge_step(tail, head, t, ck, cv, eps, floor, K, V, WINDOW, SHIFT, COLUMN, SCALED, DIRECT)
             states = states + (
                 edge_write(states[t], tail, head, t, weight, carry, ck, cv, K, V, WINDOW, SHIFT, MATRIX),
             )
-        G = load_state(behind, ck, cv, K, V, BK, BV)
+        G = load_columns(behind, ck, cv, K, V, BK, BV)
         for t in tl.static_range(EDGE - 1, -1, -1):
             S = states[t]
             if t < EDGE - 1:
                 d_out = tl.load(reads + READS * K + t * V + cv, mask=cv < V, other=0.0)
                 d_read += tl.where((pair == t)[:, None], tl.sum(states[t + 1] * d_out[None, :], axis=1)[None, :], 0.0)
                 G = early_reads(G, reads, 1, t, ck, cv, K, V, READS)
-            energy, count = edge_energy(tail, head, t, ck, K, V, WINDOW, SHIFT)
-            energy += cv * 0.0
-            gain, ridge, writes = edge_gates(tail, head, t, cv, K, V, WINDOW, SHIFT, COLUMN)
-            eta, _r, _d, _a, carry, _o, _w = step_sizes(energy, gain, ridge, writes, eps, floor, SCALED, DIRECT)
+            energy, count, gain, ridge, writes, eta, carry = edge_sizes(
+                tail, head, t, ck, cv, eps, floor, K, V, WINDOW, SHIFT, COLUMN, SCALED, DIRECT
+            )
             weight = eta / count
             new = G * carry[None, :]
             d_weight = tl.zeros([BV], tl.float32)
@@ -128,7 +126,7 @@ def settle(
             tl.store(to, d_y, mask=((pair < WINDOW - 1) & (side == 0))[:, None] & (cv < V)[None, :])
         if d_state0 is not None:  # noqa: SIM102
             if side == 0:
-                store_state(d_state0 + nh.to(tl.int64) * (K * V), G, ck, cv, K, V, BK, BV)
+                store_columns(d_state0 + nh.to(tl.int64) * (K * V), G, ck, cv, K, V, BK, BV)
     for t in tl.static_range(EDGE):
         share = tl.sum(tl.where(pair == t, d_energy, 0.0), axis=0)
         for b in tl.static_range(WINDOW):
