@@ -18,8 +18,8 @@ from fastweight import cli
 from fastweight.data import Windows, open_shards
 from fastweight.evaluation.addition import load_model
 from fastweight.recipes import Optimizer, TextTask, rundir
+from fastweight.recipes.rundir import METRICS
 from fastweight.training import arguments, train
-from fastweight.training.callbacks import METRICS
 from fastweight.training.groups import parameter_groups
 from fastweight.training.material import IGNORE, InOrder, material_of, pack, stack
 from fastweight.training.model import build_model, config_of

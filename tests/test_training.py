@@ -15,10 +15,11 @@ from fastweight.evaluation.addition import ModelScores, answer, evaluate, find_c
 from fastweight.evaluation.picture import draw
 from fastweight.recipes import Run, rundir
 from fastweight.recipes.loader import build_run
+from fastweight.recipes.rundir import METRICS
 from fastweight.tasks.addition import IGNORE, AdditionBatches
 from fastweight.tasks.scoring import Score
 from fastweight.training import newest_complete_checkpoint, train, trainer
-from fastweight.training.callbacks import METRICS, keep_until
+from fastweight.training.callbacks import keep_until
 from fastweight.training.groups import decayed_parameters
 from fastweight.training.model import build_model
 

@@ -122,14 +122,9 @@ def all_hits(
 
 def score(model: Any, batch: AdditionBatch, generate: bool = True, chunk: int = 256) -> Score:
     """All figures of one width; the model is left in the mode (train or eval) in which it came."""
-    was_training = model.training
-    model.eval()
-    prompts, answers = split(batch)
-    forced, free = all_hits(model, batch.input_ids, batch.labels, chunk), []
-    for rows in torch.arange(len(answers)).split(chunk) if generate else ():
-        free.append(generate_answers(model, prompts[rows], answers.shape[1]) == answers[rows])
-    model.train(was_training)
-    own = torch.cat(free) if generate else None
+    _, answers = split(batch)
+    forced = all_hits(model, batch.input_ids, batch.labels, chunk)
+    own = generated_hits(model, [batch], chunk)[0] if generate else None
     return Score(
         width=int(batch.widths[0]),
         count=len(answers),

@@ -22,7 +22,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers import TrainerCallback
 
 from fastweight.files import write_text
-from fastweight.recipes.rundir import METRICS as METRICS
 from fastweight.recipes.rundir import mark_complete
 from fastweight.training.throughput import Meter, in_words
 

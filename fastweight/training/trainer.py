@@ -28,7 +28,7 @@ from transformers.utils import logging
 from fastweight.models.cost import flops_per_token
 from fastweight.recipes import Optimizer, Run, rundir, to_dict
 from fastweight.training.arguments import micro_batches_of, report_of, training_arguments
-from fastweight.training.callbacks import METRICS, Clock, CompleteCheckpoints, Metrics, ProgressBar, Stops, Validation
+from fastweight.training.callbacks import Clock, CompleteCheckpoints, Metrics, ProgressBar, Stops, Validation
 from fastweight.training.context import groups_of, ranks_of, shared
 from fastweight.training.groups import parameter_groups
 from fastweight.training.material import Material, material_of
@@ -140,7 +140,7 @@ def build_trainer(
     """The Trainer of a run, ready to train: `accumulation` micro-batches a step on each process, until step `last`."""
     material = material_of(run) if material is None else material
     args = training_arguments(run, run_dir, accumulation, material.items)
-    metrics, meter = Metrics(run_dir / METRICS), _meter(run, model, material)
+    metrics, meter = Metrics(run_dir / rundir.METRICS), _meter(run, model, material)
     trainer = RunTrainer(
         model=model,
         args=args,
