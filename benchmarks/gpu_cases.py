@@ -30,10 +30,14 @@ LONGEST_RECURRENCE = 500  # tokens
 
 @dataclass(frozen=True)
 class Op:
-    """A rule, and whether its gate is a log-decay given from outside."""
+    """A rule, whether its gate is a log-decay given from outside, and how many pairs a token writes one after another.
+
+    With more than one, token t decays once, writes pairs t * writes to (t + 1) * writes - 1, and then reads.
+    """
 
     rule: Rule
     own_gates: bool = False
+    writes: int = 1
 
     @property
     def column(self) -> bool:
@@ -51,8 +55,12 @@ OPS = {
     "linear attention": Op(LINEAR_ATTENTION, own_gates=True),
     "falcon-3a": Op(fw.RULES["falcon-3a"]),
     "falcon-2a": Op(fw.RULES["falcon-2a"]),
+    "falcon-2": Op(fw.RULES["falcon-2"]),
     "falcon-3": Op(fw.RULES["falcon-3"]),
+    "falcon-3, R = 8": Op(fw.RULES["falcon-3"].replace(window=8)),
+    "gated delta product": Op(DELTA_RULE, own_gates=True, writes=4),
 }
+THEIRS = ("gated delta product",)  # ops that only peers are timed at
 
 # How tokens and gates are drawn; every op of ours must pass in all of them.
 REGIMES: dict[str, dict[str, float]] = {
@@ -67,6 +75,7 @@ REGIMES: dict[str, dict[str, float]] = {
 def inputs(op: Op, shape: Shape, regime: str = "usual", seed: int = 0, device: str = "cuda") -> Given:
     """q, k, v in bfloat16 with unit keys, beta and gate (lambda, or a log-decay) in float32, all with gradients."""
     B, T, H, D = shape
+    pairs = T * op.writes
     how, random = REGIMES[regime], torch.Generator(device).manual_seed(seed)
 
     def draw(*size: int) -> Tensor:
@@ -77,29 +86,38 @@ def inputs(op: Op, shape: Shape, regime: str = "usual", seed: int = 0, device: s
 
     length = how.get("length", 1.0)
     least = how.get("least_beta", 0.0)
-    beta = least + (2.0 - least if least else 1.0) * torch.sigmoid(draw(B, T, H, *((D,) if op.column else ())))
+    beta = least + (2.0 - least if least else 1.0) * torch.sigmoid(draw(B, pairs, H, *((D,) if op.column else ())))
     if op.rule.step == "direct":
         beta = beta / length**2  # a given step must stay below 2 / |k|^2
     scale = how.get("gate", 1.0)
     gate = torch.nn.functional.logsigmoid(draw(B, T, H)) / 16 if op.own_gates else 0.1 * torch.sigmoid(draw(B, T, H))
-    keys = unit(draw(B, T, H, D))
+    keys = unit(draw(B, pairs, H, D))
     if "kinds" in how:  # the same few again and again, as text has them
-        keys = keys[:, torch.randint(int(how["kinds"]), (T,), generator=random, device=device) % T]
+        keys = keys[:, torch.randint(int(how["kinds"]), (pairs,), generator=random, device=device) % pairs]
     given = {
         "q": unit(draw(B, T, H, D)).bfloat16(),
         "k": (length * keys).bfloat16(),
-        "v": draw(B, T, H, D).bfloat16(),
+        "v": draw(B, pairs, H, D).bfloat16(),
         "beta": None if op.rule is LINEAR_ATTENTION else beta,
         "gate": scale * gate,
     }
     return {name: None if value is None else value.requires_grad_() for name, value in given.items()}
 
 
+def _among(tensor: Tensor, writes: int, place: int) -> Tensor:
+    """[B, T, ...] at one of every `writes` places of [B, T * writes, ...], zeros at the others."""
+    parts = [torch.zeros_like(tensor)] * writes
+    parts[place] = tensor
+    return torch.stack(parts, 2).flatten(1, 2)
+
+
 def public(op: Op, given: Given, **how: Any) -> Tensor:
     """The op through the library's public functions."""
     q, k, v, beta, gate = given.values()
+    if op.writes > 1:
+        q, gate = _among(q, op.writes, -1), _among(gate, op.writes, 0)
     if op.rule is DELTA_RULE:
-        return fw.delta_rule(q, k, v, beta, gate, **how)[0]
+        return fw.delta_rule(q, k, v, beta, gate, **how)[0][:, op.writes - 1 :: op.writes]
     if op.rule is LINEAR_ATTENTION:
         return fw.linear_attention(q, k, v, gate, **how)[0]
     return fw.fast_weight_attention(q, k, v, beta, gate, op.rule, **how)[0]
@@ -161,6 +179,17 @@ def _delta_of(module: str) -> Callable[[], Callable[[Given], Tensor]]:
     return make
 
 
+def _delta_product() -> Callable[[Given], Tensor]:
+    os.environ["FLA_DISABLE_BACKEND_DISPATCH"] = "1"
+    product = importlib.import_module("fla.ops.gated_delta_product").chunk_gated_delta_product
+
+    def call(given: Given) -> Tensor:
+        q, k, v, beta, gate = given.values()
+        return product(q, k, v, gate, beta, num_householder=k.shape[1] // q.shape[1], scale=1.0)[0]
+
+    return call
+
+
 def _simple_gla() -> Callable[[Given], Tensor]:
     os.environ["FLA_DISABLE_BACKEND_DISPATCH"] = "1"
     attention = importlib.import_module("fla.ops.simple_gla").chunk_simple_gla
@@ -174,7 +203,7 @@ def _simple_gla() -> Callable[[Given], Tensor]:
 CASES = {
     case.label: case
     for case in (
-        *(Case(name, name, _ours(name), peer=False) for name in OPS),
+        *(Case(name, name, _ours(name), peer=False) for name in OPS if name not in THEIRS),
         Case("SDPA, causal", "gated delta rule", _softmax, judged=False),
         Case(
             "FlashQLA gated delta rule",
@@ -187,6 +216,7 @@ CASES = {
         # FLA refuses the gated backward of simple_gla on Hopper with this Triton.
         Case("FLA simple GLA", "linear attention", _simple_gla, trains=False, tunes=True),
         Case("FLA gated delta rule", "gated delta rule", _delta_of("fla.ops.gated_delta_rule"), tunes=True),
+        Case("FLA gated delta product", "gated delta product", _delta_product, tunes=True),
     )
 }
 
@@ -201,13 +231,13 @@ def cost(op: Op, shape: Shape) -> tuple[tuple[float, float], tuple[float, float]
     """(bytes, operations) of a forward and of forward + backward: inputs read, outputs written once, chunks of 64."""
     B, T, H, D = shape
     rows = B * T * H
-    gates, gate_grads = (4 * D + 4, 8 * D + 8) if op.column else (8, 24)
-    forward = rows * (4 * 2 * D + gates)
-    train = forward + rows * (7 * 2 * D + gate_grads)
+    gates, gate_grads = (4 * D + 4, 8 * D + 8) if op.column else (4 * (1 + op.writes), 12 * (1 + op.writes))
+    forward = rows * (2 * (1 + op.writes) * 2 * D + gates)
+    train = forward + rows * ((3 + 4 * op.writes) * 2 * D + gate_grads)
     # State read and written, scores and their use: causal halves are counted in full, as the hardware computes them.
-    work = rows * 4 * (D * D + CHUNK * D)
+    work = rows * 2 * (1 + op.writes) * (D * D + CHUNK * D)
     if op.regression:
-        work += rows * 2 * (D * D + CHUNK * D)
+        work += rows * op.writes * 2 * (D * D + CHUNK * D)
     return (forward, work), (train, 3.5 * work)
 
 
@@ -239,6 +269,11 @@ TARGETS = (
     Target("falcon-1a", "forward", 1 / 1.8, "FLA simple GLA"),
     Target("falcon-3a", "train", 1.15, "falcon-1a"),
     Target("falcon-2a", "train", 1.3, "falcon-1a"),
-    Target("falcon-3", "train", 2.2, "falcon-1"),
     Target("falcon-1", "train", 1 / 1.5, "FLA gated delta rule", width=64),
+    *(
+        Target(label, "train", most, against, width)
+        for width in (128, 64)
+        for label, most in (("falcon-2", 1.6), ("falcon-3", 2.2), ("falcon-3, R = 8", 3.5))
+        for most, against in ((most, "falcon-1"), (1.0, "FLA gated delta product"))
+    ),
 )

@@ -73,7 +73,7 @@ def whole(case: Case, call: Call, shape: Shape) -> dict[str, float]:
     rows = slice(-min(2, shape[0]), None)
     part = {n: None if t is None else t.detach()[rows].clone().requires_grad_() for n, t in given.items()}
     found = {}
-    pull = torch.randn_like(given["v"])
+    pull = torch.randn_like(given["q"])  # as o, values being as wide as keys
     if case.trains:
         found["o"] = (train(call, given, pull).detach()[rows], train(call, part, pull[rows]).detach())
         found |= {n: (t.grad[rows], part[n].grad) for n, t in given.items() if t is not None}  # type: ignore[union-attr]
@@ -116,7 +116,7 @@ def host_seconds(run: Callable[[], Any], repeats: int = 5) -> float:
 def times(case: Case, call: Call, shape: Shape) -> dict[str, float]:
     """Milliseconds of a forward without gradients and of forward + backward, and the peak MiB that the latter adds."""
     given = inputs(OPS[case.op], shape)
-    pull = torch.randn_like(given["v"])
+    pull = torch.randn_like(given["q"])  # as o, values being as wide as keys
 
     def forward() -> None:
         with torch.no_grad():
