@@ -9,6 +9,7 @@ Every document ends with the end-of-text token and lies in one shard, so a shard
 handles do not pickle, so maps open on first use in each process; a long list of shards must not keep a handle each.
 """
 
+import hashlib
 import json
 from bisect import bisect_right
 from collections import OrderedDict
@@ -51,6 +52,12 @@ class Shards:
         self._maps: OrderedDict[str, np.ndarray] = OrderedDict()
         for shard in record["shards"]:
             self._check(shard)
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the tokens of the split in their order, and of the tokenizer that made them."""
+        told = json.dumps([self.meta["splits"][self.split], self.meta["tokenizer"]["fingerprint"]], sort_keys=True)
+        return hashlib.sha256(told.encode()).hexdigest()[:32]
 
     def tokens(self, start: int, stop: int) -> Int64[np.ndarray, "tokens"]:
         """Tokens [start, stop) of the split; ValueError beyond its ends."""

@@ -5,8 +5,6 @@ whatever the number of processes. Traps: an item of a drawn task is a whole micr
 the first token of a row predicts nothing and is predicted by nothing, so it is no label, whoever counts labels.
 """
 
-import hashlib
-import json
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
@@ -18,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from fastweight.data import Shards, Windows, load_tokenizer, open_shards
+from fastweight.data import Windows, load_tokenizer, open_shards
 from fastweight.recipes import AdditionTask, DrawnTask, Run, TextTask
 from fastweight.tasks.addition import IGNORE, VOCAB_SIZE, AdditionBatches, held_out
 from fastweight.tasks.problems import DrawnBatches
@@ -109,14 +107,8 @@ def text(run: Run, task: TextTask) -> Material:
         end_of_text=tokenizer.end_of_text,
         tokenizer=tokenizer.to_transformers(),
         sequence_length=task.sequence_length,
-        source={"tokens": shards.num_tokens, "fingerprint": fingerprint(shards)},
+        source={"tokens": shards.num_tokens, "fingerprint": shards.fingerprint},
     )
-
-
-def fingerprint(shards: Shards) -> str:
-    """Of the tokens of a split in their order, and of the tokenizer that made them."""
-    told = json.dumps([shards.meta["splits"][shards.split], shards.meta["tokenizer"]["fingerprint"]], sort_keys=True)
-    return hashlib.sha256(told.encode()).hexdigest()[:32]
 
 
 class InOrder(Dataset[Batch]):
