@@ -1,18 +1,23 @@
 """Studies: plans are checked, runs side by side leave outcomes and are not run twice, differences are by seed."""
 
 import json
+import os
 import re
+import signal
+from dataclasses import asdict, replace
 
 import pytest
 from study_pieces import work
 from test_cli import run_main
 
+from fastweight.evaluation.checkpoint import checkpoint_of, load_model
 from fastweight.evaluation.outcomes import Outcome, Scoring
-from fastweight.recipes import load_recipe
+from fastweight.recipes import DrawnTask, load_recipe
 from fastweight.study import workers
 from fastweight.study.plan import Study, load_study, study_names
 from fastweight.study.report import difference, page, paired, spread, write_study
 from fastweight.study.runner import add_known, member_dir, read_outcomes, run_study
+from fastweight.tasks.scoring import all_hits
 from fastweight.training.model import config_of
 
 SMALL = [
@@ -49,7 +54,9 @@ def test_every_arm_of_every_study_builds_and_arms_differ_in_what_they_say(name):
     assert study.about
     assert study.against in study.arms
     runs = [study.run(arm, 0) for arm in study.arms]
-    told = {json.dumps([config_of(run).to_dict(), str(run.optimizer)], sort_keys=True) for run in runs}
+    told = {
+        json.dumps([config_of(run).to_dict(), str(run.optimizer), str(run.training)], sort_keys=True) for run in runs
+    }
     assert len(told) == len(study.arms)
     assert {study.run(arm, 3).training.seed for arm in study.arms} == {3}
 
@@ -81,6 +88,7 @@ def scored(name, scoring):
         (lambda: load_study("mqar", only=["falcon-9"]), "--only"),
         (lambda: load_study("mqar", seeds=0), "seeds"),
         (lambda: Study("a", "b", "parity-tiny", ARMS, "x"), "against"),
+        (lambda: Study("a", "b", "parity-tiny", ARMS, "mamba2", scored="x"), "study.scored: got 'x'"),
         (lambda: run_study(load_study("mqar", ["model.x.y"]), None, workers=1), "KEY=VALUE"),  # type: ignore[arg-type]
         (lambda: run_study(load_study("mqar"), None, workers=0), "workers"),  # type: ignore[arg-type]
         (lambda: scored("mqar", Scoring(generate=True)), "generate: got a study of the task mqar"),
@@ -151,6 +159,51 @@ def test_a_worker_that_failed_or_died_is_replaced_and_gpus_take_turns():
     assert sum(words[2] == said[1][2] for words in said.values()) == 1, "nothing follows a failure in its process"
     assert {words[4] for words in said.values()} == {"4", "5"}
     assert list(workers.run_pieces([(0,)], work, 1, end=0.0)) == [], "no time: nothing is done"
+
+
+def test_what_settings_are_chosen_by_is_neither_the_test_nor_longer(tmp_path):
+    """Other problems of the training sizes; and neither kind of outcome counts as one of the other."""
+    study = Study("sweep", "", "parity-tiny", {"falcon-1": ARMS["falcon-1"]}, "falcon-1", SMALL, 1, scored="validation")
+    (chosen,) = run_study(study, tmp_path / "sweep", workers=1, say=str)
+    assert isinstance(chosen, Outcome)
+    assert chosen.sizes == [4]
+    task = study.run("falcon-1", 0).task
+    assert isinstance(task, DrawnTask)
+    model = load_model(checkpoint_of(member_dir(tmp_path / "sweep", "falcon-1", 0), say=str))
+    own, other = (task.held_out(4, 8, stream) for stream in ("validation", "test"))
+    assert not own.input_ids.equal(other.input_ids)
+    assert chosen.shares["token"] == [float(all_hits(model, own.input_ids, own.labels).double().mean())]
+    file, told, _ = write_study(study, [chosen], tmp_path, [{"commit": "abc"}])
+    assert "not of the test" in told.read_text()
+    with pytest.raises(ValueError, match="holds no outcome"):
+        add_known(replace(study, scored="test"), tmp_path / "test", [file])
+    sums = load_study("addition-sweep", ["task.train_widths=[1, 2]", "task.test_widths=[3, 4]"])
+    assert sums.scored == "validation"
+
+
+def test_a_study_that_is_stopped_reports_what_is_done(tmp_path, monkeypatch):
+    plan = tmp_path / "plan.yaml"
+    plan.write_text(f"recipe: parity-tiny\nsettings: {json.dumps(SMALL)}\narms: {json.dumps(ARMS)}\nseeds: 1\n")
+    study = load_study(str(plan))
+
+    def stopped_after_one(pieces, work, workers, end, gpus):
+        assert gpus == [""], "a study on the CPU shows its workers no GPU"
+        place = member_dir(out, *study.members()[0])
+        place.mkdir(parents=True)
+        (place / "outcome.json").write_text(json.dumps(asdict(outcome("falcon-1", 0, 0.5, 0.25))))
+        yield pieces[0], "done"
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    out, before = tmp_path / "out", signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr("fastweight.study.runner.run_pieces", stopped_after_one)
+    try:
+        assert run_main(monkeypatch, "study", str(plan), "--out", str(out)) == 1
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    told = json.loads((out / "study.json").read_text())
+    assert [o["arm"] for o in told["outcomes"]] == ["falcon-1"]
+    assert told["made"][0]["device"].startswith("CPU")
+    assert "1 of 2 runs have no outcome" in (out / "README.md").read_text()
 
 
 def test_what_others_trained_counts_as_done_where_it_is_the_same(tmp_path, monkeypatch):

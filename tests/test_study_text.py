@@ -13,11 +13,11 @@ from fastweight.evaluation.checkpoint import load_language_model
 from fastweight.evaluation.course import course_of
 from fastweight.evaluation.outcomes import Scoring, outcome_from
 from fastweight.evaluation.perplexity import Document, perplexity
-from fastweight.evaluation.text_outcomes import TextOutcome
+from fastweight.evaluation.text_outcomes import TextOutcome, corpus_of
 from fastweight.study.collect import collect
 from fastweight.study.plan import Study
 from fastweight.study.report import write_study
-from fastweight.study.runner import OUTCOME, _member
+from fastweight.study.runner import OUTCOME, _member, add_known, run_study
 from tests.lm_runs import run_of, write_data
 from tests.texts import byte_tokenizer
 
@@ -56,6 +56,9 @@ def test_a_run_on_text_is_scored_where_it_says_and_comes_back_from_json(data: Pa
     assert outcome.positions[-1][0] <= 16
     assert outcome.curve[-1][0] == 8
     assert f"loss {wanted.loss:.3f}" in told
+    assert outcome.corpus == corpus_of(data, scoring.texts)
+    assert outcome.corpus.keys() == {"train", *outcome.scores}
+    assert len(set(outcome.corpus.values())) == 4
     with pytest.raises(ValueError, match="a run on text, expected tasks that draw"):
         eval_task([run_dir], tmp_path / "report")
 
@@ -65,6 +68,41 @@ def test_a_run_that_fails_says_why(data: Path, tmp_path: Path) -> None:
     assert not well
     assert told.startswith("failed: ValueError")
     assert "Traceback" in (tmp_path / "run" / "error.txt").read_text()
+
+
+def test_outcomes_of_another_corpus_are_refused(data: Path, tmp_path: Path) -> None:
+    """Of other training or test text than the study's data, or than each other, or of none that is told."""
+    page, other = tmp_path / "page.txt", tmp_path / "other.txt"
+    page.write_text("a word")
+    other.write_text("another")
+    arms = {"a": ["model.mixer=falcon-1"], "b": ["model.mixer=mamba2"]}
+    study = Study("texts", "About.", "lm-tiny", arms, "a", [f"task.data={data}"], seeds=1)
+    own = corpus_of(data, {"page": str(page)})
+
+    def told_by(name: str, **corpora: dict[str, str]) -> Path:
+        scores = dict.fromkeys(("validation", "page"), text_outcome("a", 0).scores["validation"])
+        ours = [replace(text_outcome(arm, 0), corpus=corpus, scores=scores) for arm, corpus in corpora.items()]
+        return write_study(study, ours, tmp_path / name, [{"commit": "abc"}])[0]
+
+    def add(*files: Path, to: str = "out", text: Path = page, plan: Study = study) -> None:
+        add_known(plan, tmp_path / to, files, str, Scoring(texts={"page": str(text)}))
+
+    add(told_by("first", a=own), told_by("second", b=own))
+    assert len(run_study(study, tmp_path / "out", workers=1, budget=0.0)) == 2
+    strange = told_by("strange", b=own | {"train": "0"})
+    for files, text, named in (
+        ([strange], page, "got 0 as train"),
+        ([told_by("silent", a={})], page, "does not say what it has as train, validation, page"),
+        ([told_by("first", a=own)], other, "as page, expected the text"),
+    ):
+        with pytest.raises(ValueError, match=named):
+            add(*files, to="none", text=text)
+    assert not (tmp_path / "none").exists(), "refused before anything is written"
+    anywhere = replace(study, settings=[])  # it does not say where its data lies: files must agree
+    with pytest.raises(ValueError, match="got 0 as train"):
+        add(told_by("first", a=own), strange, to="anywhere", plan=anywhere)
+    with pytest.raises(ValueError, match="as page, expected the text"):
+        run_study(study, tmp_path / "out", workers=1, budget=0.0, scoring=Scoring(texts={"page": str(other)}))
 
 
 def text_outcome(arm: str, seed: int) -> TextOutcome:

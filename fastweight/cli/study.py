@@ -1,6 +1,8 @@
 """Studies: several models and seeds of one recipe, side by side, into one report; and training one drawn task."""
 
 import os
+import shlex
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -95,7 +97,8 @@ def study(
 ) -> None:
     """Train several models and seeds side by side on all devices, then compare them seed by seed.
 
-    Started again, it skips what has an outcome and goes on with what was cut short. To put together what several
+    Stopped, or at the end of --budget, it reports what is done; started again, it skips that and goes on with what was
+    cut short. To put together what several
     machines trained: --known FILE --known FILE --budget 0 --report results/NAME.
     """
     need("matplotlib", "the picture")
@@ -104,7 +107,7 @@ def study(
     from fastweight.evaluation.provenance import made_by
     from fastweight.study.plan import load_study
     from fastweight.study.report import write_study
-    from fastweight.study.runner import add_known, run_study
+    from fastweight.study.runner import add_known, on_cpu, run_study
 
     plan = load_study(name, [*_data(data), *(overrides or [])], seeds, only or [], recipe)
     out, told = out or Path("runs/study") / plan.name, console()
@@ -116,9 +119,11 @@ def study(
     named = [_named(text) for text in texts or []]
     if len(dict(named)) < len(named):
         raise ValueError(f"--text: got {', '.join(texts or [])}, expected a name of its own for each")
-    made, scoring = add_known(plan, out, known or [], say), Scoring(generate, dict(named))
+    scoring = Scoring(generate, texts=dict(named))
+    made = add_known(plan, out, known or [], say, scoring)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as an interruption: what is done is reported
     outcomes = run_study(plan, out, workers=workers, budget=budget, scoring=scoring, say=say)
-    here = [] if made and budget == 0 else [made_by(_command())]
+    here = [] if made and budget == 0 else [made_by(_command(), on_cpu(plan))]
     _tell(write_study(plan, outcomes, report or out, [*made, *here]))
     if len(outcomes) < len(plan.members()):
         raise typer.Exit(1)
@@ -136,7 +141,7 @@ def _named(text: str) -> tuple[str, str]:
 
 
 def _command() -> str:
-    return " ".join(["fastweight", *sys.argv[1:]])
+    return shlex.join(["fastweight", *sys.argv[1:]])
 
 
 def _tell(files: list[Path]) -> None:

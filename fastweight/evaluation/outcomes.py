@@ -24,11 +24,18 @@ class Scoring:
 
     Fields:
         generate: free generation of sums.
+        validation: instead of the test, other problems of the training sizes alone, by which settings may be chosen.
         texts: files that language models are scored on, by name; the file named "lambada" holds last words.
     """
 
     generate: bool = False
+    validation: bool = False
     texts: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def stream(self) -> str:
+        """Which held-out problems."""
+        return "validation" if self.validation else "test"
 
 
 @dataclass(frozen=True)
@@ -87,29 +94,31 @@ def outcome_of(run_dir: Path, arm: str, seed: int, scoring: Scoring | None = Non
     model = load_model(checkpoint)
     count = sum(p.numel() for p in model.parameters())
     if isinstance(task, AdditionTask):
-        trained, sizes, shares = task.train_widths, *_addition(model, task, scoring.generate)
+        trained, sizes, shares = task.train_widths, *_addition(model, task, scoring)
     else:
-        trained, sizes, shares = task.train_sizes, *_drawn(model, task)
+        trained, sizes, shares = task.train_sizes, *_drawn(model, task, scoring)
     return Outcome(arm, seed, mixer, count, trained, sizes, task.test_problems, shares, *course_of(run_dir))
 
 
-def _addition(model: Any, task: AdditionTask, generate: bool) -> tuple[list[int], dict[str, list[float]]]:
-    sizes = list(range(task.train_widths[0], task.test_widths[1] + 1))
-    problems = [held_out(n, task.test_problems, task.test_seed) for n in sizes]
+def _addition(model: Any, task: AdditionTask, scoring: Scoring) -> tuple[list[int], dict[str, list[float]]]:
+    last = (task.train_widths if scoring.validation else task.test_widths)[1]
+    sizes = list(range(task.train_widths[0], last + 1))
+    problems = [held_out(n, task.test_problems, task.test_seed, scoring.stream) for n in sizes]
     scores = [score(model, batch, generate=False) for batch in problems]
     shares = {measure: [getattr(s, measure) for s in scores] for measure in ("token", "exact")}
-    if generate:
+    if scoring.generate:
         hits = generated_hits(model, problems)
         shares["generated"] = [float(h.all(dim=-1).double().mean()) for h in hits]
         shares["generated_token"] = [float(h.double().mean()) for h in hits]
     return sizes, shares
 
 
-def _drawn(model: Any, task: DrawnTask) -> tuple[list[int], dict[str, list[float]]]:
+def _drawn(model: Any, task: DrawnTask, scoring: Scoring) -> tuple[list[int], dict[str, list[float]]]:
     shares: dict[str, list[float]] = {"token": [], "exact": []}
-    for size in task.tested:
-        problems = task.held_out(size, task.test_problems)
+    sizes = [size for size in task.tested if not scoring.validation or size <= task.train_sizes[1]]
+    for size in sizes:
+        problems = task.held_out(size, task.test_problems, scoring.stream)
         hits = all_hits(model, problems.input_ids, problems.labels)
         shares["token"].append(float(hits.double().mean()))
         shares["exact"].append(float(hits.all(dim=-1).double().mean()))
-    return task.tested, shares
+    return sizes, shares

@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 
 
-def made_by(command: str) -> dict[str, str]:
-    """What stands beside every result."""
-    devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+def made_by(command: str, on_cpu: bool = False) -> dict[str, str]:
+    """What stands beside every result; `on_cpu`: accelerators were left alone."""
+    devices = [] if on_cpu else [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
         "command": command,
         "device": ", ".join(devices) or f"CPU ({platform.machine()}), {torch.get_num_threads()} threads",

@@ -4,11 +4,13 @@ Text is scored in float32 in disjoint windows of the training length. Traps: per
 tokenizer only; a position has only what came before it in its window, so losses fall along it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from hashlib import sha256
 from math import exp
 from pathlib import Path
 
+from fastweight.data import open_shards
 from fastweight.evaluation import texts as sources
 from fastweight.evaluation.checkpoint import LanguageModel, load_language_model
 from fastweight.evaluation.course import course_of
@@ -16,7 +18,7 @@ from fastweight.evaluation.perplexity import Document, Ending, Perplexity, last_
 from fastweight.evaluation.perplexity_report import by_context
 from fastweight.recipes import Run, TextTask
 
-VALIDATION, LAST_WORDS = "validation", "lambada"
+TRAIN, VALIDATION, LAST_WORDS = "train", "validation", "lambada"
 BATCH = 16
 
 
@@ -32,6 +34,7 @@ class TextOutcome:
             token), word_perplexity and bits_per_byte; of last words: accuracy and perplexity.
         positions: of the validation text, pairs [tokens in context, loss], see `by_context`.
         curve, cost: see `course_of`.
+        corpus: see `corpus_of`; outcomes are comparable where it has the same under the same name.
     """
 
     arm: str
@@ -43,12 +46,38 @@ class TextOutcome:
     positions: list[list[float]]
     curve: list[list[float]] = field(default_factory=list)
     cost: dict[str, float] = field(default_factory=dict)
+    corpus: dict[str, str] = field(default_factory=dict)
 
     def in_words(self) -> str:
         """A line for people who wait."""
         rate = self.cost.get("tokens_per_second")
         told = f"validation loss {self.scores[VALIDATION]['loss']:.3f}"
         return told if rate is None else f"{told}, {rate:,.0f} tokens/s"
+
+
+def corpus_of(data: str | Path | None, files: Mapping[str, str]) -> dict[str, str]:
+    """Fingerprints of what a model is trained on ("train") and scored on (by the names of scores).
+
+    Args:
+        data: directory of token shards; None leaves out what is in it.
+        files: texts by name.
+    """
+    splits = () if data is None else (TRAIN, VALIDATION)
+    shards = {split: open_shards(data, split).fingerprint for split in splits if data is not None}
+    return shards | {name: sha256(Path(file).read_bytes()).hexdigest()[:32] for name, file in files.items()}
+
+
+def check_one_corpus(outcomes: Iterable[TextOutcome], known: Mapping[str, str]) -> None:
+    """ValueError where outcomes were trained or scored on other text than each other or than `known`, or do not say."""
+    seen = dict(known)
+    for outcome in outcomes:
+        who = f"outcome of {outcome.arm}, seed {outcome.seed}"
+        silent = [name for name in (TRAIN, *outcome.scores) if name not in outcome.corpus]
+        if silent:
+            raise ValueError(f"{who}: it does not say what it has as {', '.join(silent)}, expected a fingerprint each")
+        for name, text in outcome.corpus.items():
+            if seen.setdefault(name, text) != text:
+                raise ValueError(f"{who}: got {text} as {name}, expected the text that the others have, {seen[name]}")
 
 
 def text_outcome_of(run_dir: Path, run: Run, arm: str, seed: int, files: Mapping[str, str]) -> TextOutcome:
@@ -69,7 +98,8 @@ def text_outcome_of(run_dir: Path, run: Run, arm: str, seed: int, files: Mapping
     count = sum(p.numel() for p in loaded.model.parameters())
     tokens = run.training.steps * run.training.batch_size * task.sequence_length
     mixer, positions = str(run.model.get("mixer", "")), [list(point) for point in by_context(validation)]
-    return TextOutcome(arm, seed, mixer, count, tokens, scores, positions, *course_of(run_dir))
+    course, corpus = course_of(run_dir), corpus_of(task.data, files)
+    return TextOutcome(arm, seed, mixer, count, tokens, scores, positions, *course, corpus)
 
 
 def _score(loaded: LanguageModel, documents: list[Document]) -> Perplexity:

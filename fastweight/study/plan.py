@@ -6,6 +6,7 @@
     arms: {label: [changes of this arm]}
     against: label of the arm that others are compared with
     seeds: 5
+    scored: validation           of a sweep that chooses settings: the training sizes alone; else the test
 
 Every arm sees the same data with the same seed, so arms are compared seed by seed. Trap: a seed is also that of the
 parameters, so two arms of one seed start alike only where their parameters have the same shapes.
@@ -21,7 +22,8 @@ import yaml
 
 from fastweight.recipes import Run, load_recipe
 
-KNOWN = ("about", "recipe", "settings", "arms", "against", "seeds")
+KNOWN = ("about", "recipe", "settings", "arms", "against", "seeds", "scored")
+SCORED = ("test", "validation")
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,7 @@ class Study:
         arms: changes by label, in the order of tables.
         against: the arm that the others are compared with.
         seeds: how many, from 0.
+        scored: "test", or "validation" where settings are chosen: validation problems of the training sizes alone.
     """
 
     name: str
@@ -44,12 +47,15 @@ class Study:
     against: str
     settings: list[str] = field(default_factory=list)
     seeds: int = 5
+    scored: str = "test"
 
     def __post_init__(self) -> None:
         if not self.arms or self.against not in self.arms:
             raise ValueError(f"study.against: got {self.against!r}, expected one of the arms {', '.join(self.arms)}")
         if self.seeds < 1:
             raise ValueError(f"study.seeds: got {self.seeds}, expected at least 1")
+        if self.scored not in SCORED:
+            raise ValueError(f"study.scored: got {self.scored!r}, expected one of {', '.join(SCORED)}")
 
     def run(self, arm: str, seed: int) -> Run:
         """The recipe of one arm and seed; ValueError for settings that the recipe does not know."""
@@ -113,6 +119,7 @@ def load_study(
         against=against if against in arms else next(iter(arms)),
         settings=_last([*raw.get("settings", []), *settings]),
         seeds=raw.get("seeds", 5) if seeds is None else seeds,
+        scored=raw.get("scored", "test"),
     )
 
 

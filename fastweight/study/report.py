@@ -88,7 +88,7 @@ def page(study: Study, outcomes: Outcomes, made: Sequence[Mapping[str, str]], pi
 
     texts, drawn = kinds(outcomes)
     missing = len(study.members()) - len(outcomes)
-    told = text_report.told(texts) if texts else _told(drawn)
+    told = text_report.told(texts) if texts else _told(study, drawn)
     parts = [f"# {study.name}", study.about, f"Recipe `{study.recipe}`, {told}", _settings(study)]
     if missing:
         parts.append(f"**Not complete: {missing} of {len(study.members())} runs have no outcome.**")
@@ -98,9 +98,10 @@ def page(study: Study, outcomes: Outcomes, made: Sequence[Mapping[str, str]], pi
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _told(outcomes: Sequence[Outcome]) -> str:
+def _told(study: Study, outcomes: Sequence[Outcome]) -> str:
     low, high = outcomes[0].trained
-    return f"trained on sizes {low} to {high}; {outcomes[0].count} test problems of each size."
+    problems = "test problems" if study.scored == "test" else "validation problems, not of the test,"
+    return f"trained on sizes {low} to {high}; {outcomes[0].count} {problems} of each size."
 
 
 def _tables(study: Study, outcomes: Sequence[Outcome]) -> list[str]:

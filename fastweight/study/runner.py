@@ -5,7 +5,8 @@
 
 Small models do not fill a GPU, so several processes share one (`workers.py`). A member with an outcome is done; one
 that was cut short goes on from its last complete checkpoint. Traps: every process has one CPU thread, or they would
-fight for cores; a member that fails is told and left out, so the report says how many seeds an arm has.
+fight for cores; a member that fails is told and left out, so the report says how many seeds an arm has; training may
+leave TF32 switched on in its process, and scores are of float32.
 """
 
 import json
@@ -13,17 +14,17 @@ import os
 import time
 import traceback
 from collections.abc import Callable, Iterable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from fastweight.evaluation.outcomes import Outcome, Scoring, TextOutcome, outcome_from, outcome_of
-from fastweight.evaluation.text_outcomes import VALIDATION
+from fastweight.evaluation.text_outcomes import VALIDATION, check_one_corpus, corpus_of
 from fastweight.files import write_json
 from fastweight.recipes import AdditionTask, Run, TextTask, to_dict
 from fastweight.recipes.rundir import changes_between
 from fastweight.study.plan import Study
-from fastweight.study.workers import run_pieces, visible_gpus
+from fastweight.study.workers import NO_GPU, run_pieces, visible_gpus
 
 OUTCOME = "outcome.json"
 TESTED = ("test_widths", "test_sizes", "test_problems", "test_seed")  # settings of tasks: the same test
@@ -56,17 +57,36 @@ def run_study(
     if workers < 1:
         raise ValueError(f"workers: got {workers}, expected at least 1")
     runs = {member: study.run(*member) for member in study.members()}  # wrong settings fail before anything starts
-    scoring = scoring or Scoring()
+    scoring = replace(scoring or Scoring(), validation=study.scored == "validation")
     _check(scoring, next(iter(runs.values())))
+    check_one_corpus(_texts(read_outcomes(study, out)), _corpus(study, scoring))
     to_do = [member for member in runs if not (member_dir(out, *member) / OUTCOME).is_file()]
     start = time.monotonic()
     end = None if budget is None else start + budget
     if to_do and (budget is None or budget > 0):
         say(f"{study.name}: {len(to_do)} of {len(runs)} to train, {workers} at a time")
         pieces = [(runs[member], member_dir(out, *member), *member, scoring) for member in to_do]
-        gpus = [] if runs[to_do[0]].training.device == "cpu" else visible_gpus()
-        _follow(run_pieces(pieces, _member, workers, end, gpus), len(to_do), start, say)
+        gpus = [NO_GPU] if on_cpu(study) else visible_gpus()
+        try:
+            _follow(run_pieces(pieces, _member, workers, end, gpus), len(to_do), start, say)
+        except KeyboardInterrupt:
+            say("Stopped; what is done is kept, and the same command goes on.")
     return read_outcomes(study, out)
+
+
+def on_cpu(study: Study) -> bool:
+    """Whether a study leaves accelerators alone."""
+    return study.run(*study.members()[0]).training.device == "cpu"
+
+
+def _corpus(study: Study, scoring: Scoring) -> dict[str, str]:
+    """What language models of a study are trained and scored on, as far as it says where that lies."""
+    task = study.run(*study.members()[0]).task
+    return corpus_of(task.data, scoring.texts) if isinstance(task, TextTask) else {}
+
+
+def _texts(outcomes: Iterable[Outcome | TextOutcome]) -> list[TextOutcome]:
+    return [outcome for outcome in outcomes if isinstance(outcome, TextOutcome)]
 
 
 def _check(scoring: Scoring, run: Run) -> None:
@@ -97,13 +117,15 @@ def read_outcomes(study: Study, out: Path) -> list[Outcome | TextOutcome]:
     return [outcome_from(json.loads(file.read_text(encoding="utf-8"))) for file in files if file.is_file()]
 
 
-def add_known(study: Study, out: Path, files: Iterable[Path], say: Say = print) -> list[dict[str, str]]:
+def add_known(
+    study: Study, out: Path, files: Iterable[Path], say: Say = print, scoring: Scoring | None = None
+) -> list[dict[str, str]]:
     """Put outcomes of study.json files where those of this study are looked for; returns by what they were made.
 
     What was trained on another machine, in part, or for another study thus counts as done. An outcome is taken where
     its settings, as its file has them, are those of a member, test included, whatever the arm is called there; a member
-    that `out` holds already is left as it is. Raises ValueError for a file with nothing that this study trains. Traps:
-    recipes are taken as they are now, and a file does not say which text was trained on.
+    that `out` holds already is left as it is. Raises ValueError for a file with nothing that this study trains, and for
+    language models of other text than the study's or each other's. Trap: recipes are taken as they are now.
     """
     made = []
     for file in files:
@@ -114,6 +136,8 @@ def add_known(study: Study, out: Path, files: Iterable[Path], say: Say = print) 
         if not found:
             raise ValueError(f"--known: {file} holds no outcome with the settings of a member of {study.name}")
         say(f"{file}: {len(found)} of {len(told['outcomes'])} outcomes are of this study")
+        theirs = _texts(map(outcome_from, found.values()))
+        check_one_corpus([*_texts(read_outcomes(study, out)), *theirs], _corpus(study, scoring or Scoring()))
         for (arm, seed), raw in found.items():
             place = member_dir(out, arm, seed)
             if not (place / OUTCOME).is_file():
@@ -126,6 +150,8 @@ def add_known(study: Study, out: Path, files: Iterable[Path], say: Say = print) 
 def _same_runs(study: Study, told: dict[str, Any]) -> dict[Member, dict[str, Any]]:
     """Members of a study, each with the outcome of another study's run of the same settings."""
     theirs, found = Study(**told["study"]), {}
+    if theirs.scored != study.scored:
+        return {}
     runs = {member: to_dict(study.run(*member)) for member in study.members()}
     for raw in told["outcomes"]:
         ran = to_dict(theirs.run(raw["arm"], raw["seed"]))
@@ -152,6 +178,7 @@ def _member(run: Run, run_dir: Path, arm: str, seed: int, scoring: Scoring) -> t
         torch.cuda.reset_peak_memory_stats()  # of the member before
     try:
         train(run, run_dir, console=Console(quiet=True))
+        _exact_products()
         outcome = outcome_of(run_dir, arm, seed, scoring)
     except Exception as error:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -159,3 +186,14 @@ def _member(run: Run, run_dir: Path, arm: str, seed: int, scoring: Scoring) -> t
         return False, f"failed: {type(error).__name__}: {error}"
     write_json(run_dir / OUTCOME, asdict(outcome))
     return True, outcome.in_words()
+
+
+def _exact_products() -> None:
+    """Float32 products are those of float32 again."""
+    import torch
+
+    backends: Any = torch.backends
+    if hasattr(backends, "fp32_precision"):
+        backends.fp32_precision = "ieee"  # mixing it with the older switch is an error in torch
+    else:
+        backends.cuda.matmul.allow_tf32 = False

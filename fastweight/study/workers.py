@@ -8,6 +8,7 @@ not touch CUDA when they are imported; what is sent must pickle.
 
 import multiprocessing
 import os
+import signal
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 
 from fastweight.processes import end_with_parent
 
+NO_GPU = ""  # instead of a GPU's name: work on the CPU where there are GPUs
 Piece = tuple[Any, ...]
 Work = Callable[..., tuple[bool, str]]  # from the parts of a piece to whether it went well, and a sentence
 
@@ -98,6 +100,7 @@ def _answer(worker: _Worker) -> tuple[bool, str]:
 
 def _serve(pipe: Connection, work: Work, gpu: str | None) -> None:
     end_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it too, and ends us
     if gpu is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu
     while True:
