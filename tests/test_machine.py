@@ -104,7 +104,7 @@ def test_sequences_in_pieces(rule, monkeypatch):
 
     monkeypatch.setattr(launch_additive, "HOPPER", launch_additive.HOPPER._replace(walk_of=three))
     monkeypatch.setattr(launch_hopper, "walk_of", three)
-    check(case(rule, shape=(1, 200, 1, 1, 64, 64), state=True), torch.bfloat16, "cpu")
+    check(case(rule, shape=(1, 300, 1, 1, 64, 64), state=True), torch.bfloat16, "cpu")
 
 
 def copies_of(monkeypatch) -> list[int]:
@@ -128,6 +128,11 @@ FADING = [
 ]
 
 
+def all_along(patch) -> None:
+    """Walks pass over nothing."""
+    patch.setattr(launch_solve, "HOPPER", launch_solve.HOPPER._replace(reach=lambda *_: None))
+
+
 @pytest.mark.parametrize(("test", "fades"), FADING, ids=lambda value: getattr(value, "rule", ""))
 def test_what_fades_is_passed_over_and_nothing_changes(test, fades, monkeypatch):
     """Bit for bit, from fewer tiles where decays are strong, and from all of them where nothing fades."""
@@ -136,9 +141,10 @@ def test_what_fades_is_passed_over_and_nothing_changes(test, fades, monkeypatch)
     inputs, around = make(test, torch.bfloat16, "cpu"), surroundings(test, "cpu")
     random = torch.Generator().manual_seed(3)
     pull = torch.randn(1, 250, 1, 64, generator=random).bfloat16(), torch.randn(1, 1, 64, 64, generator=random)
-    expected = outcome(kernel, test, inputs, around, pull)
+    with monkeypatch.context() as patch:
+        all_along(patch)
+        expected = outcome(kernel, test, inputs, around, pull)
     whole = len(copied)
-    monkeypatch.setenv(unproven.SWITCH, "1")
     for part, value in outcome(kernel, test, inputs, around, pull).items():
         assert torch.equal(value, expected[part]), part
     read = len(copied) - whole
@@ -156,8 +162,9 @@ def test_what_lives_on_along_its_keys_is_not_passed_over(monkeypatch):
     inputs["beta"] = torch.full((1, 140, 1), 1.99)
     inputs["gate"] = torch.full((1, 140, 1), float(key.float().square().sum()))
     pull = torch.ones(1, 140, 1, 64).bfloat16(), torch.ones(1, 1, 64, 64)
-    expected = outcome(kernel, test, inputs, around, pull)
-    monkeypatch.setenv(unproven.SWITCH, "1")
+    with monkeypatch.context() as patch:
+        all_along(patch)
+        expected = outcome(kernel, test, inputs, around, pull)
     for part, value in outcome(kernel, test, inputs, around, pull).items():
         assert torch.equal(value, expected[part]), part
 
@@ -168,7 +175,9 @@ def test_state_gradients_lie_where_other_gradients_will(rule, width, monkeypatch
     test = case(rule, shape=(1, 128, 1, 2, width, width), state=rule == "delta", ridge=0.3)
     inputs, around = make(test, torch.bfloat16, "cpu"), surroundings(test, "cpu")
     pull = torch.ones(1, 128, 2, width).bfloat16(), torch.ones(1, 2, width, width)
-    expected = outcome(kernel, test, inputs, around, pull)
+    with monkeypatch.context() as patch:
+        patch.setattr(launch_hopper, "shares_room", lambda given: False)
+        expected = outcome(kernel, test, inputs, around, pull)
     made: list[int] = []
     real = launch.Gradients.__init__
 
@@ -177,7 +186,6 @@ def test_state_gradients_lie_where_other_gradients_will(rule, width, monkeypatch
         made.append(self.states.numel())
 
     monkeypatch.setattr(launch.Gradients, "__init__", noted)
-    monkeypatch.setenv(unproven.SWITCH, "1")
     for part, value in outcome(kernel, test, inputs, around, pull).items():
         assert torch.equal(value, expected[part]), part
     assert made == [0]

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 import fastweight as fw
 from benchmarks.host import no_launches
 from benchmarks.parallel_host import pretended, step
-from fastweight.kernels import dispatch, unproven
+from fastweight.kernels import dispatch
 from fastweight.memory import borders
 from fastweight.memory.inputs import Around, Inputs
 from fastweight.parallel import Place, Traffic, context_parallel, entered
@@ -137,27 +137,25 @@ def test_a_rank_calls_little_more_than_one_process(name):
     with no_launches(), pretended():
         alone, shared = step(name, False, calls=1), step(name, True, calls=1)
     assert shared.messages == 2
-    assert alone.launches < shared.launches <= alone.launches + 5
+    assert shared.launches <= alone.launches + 5
     assert shared.operators < 60
 
 
 @pytest.mark.parametrize(
-    ("asked", "rule", "changes", "expected"),
+    ("rule", "changes", "expected"),
     [
-        ("borders", "falcon-1", {}, True),
-        ("1", "falcon-3a", {}, True),
-        ("", "falcon-1a", {}, False),
-        ("borders", "falcon-2a", {}, True),
-        ("borders", "falcon-2", {}, False),
-        ("borders", "falcon-3", {}, False),
-        ("borders", "falcon-3a", {"window": 5}, False),
-        ("borders", "falcon-1a", {"timing": "read-before-write"}, False),
-        ("borders", "falcon-1a", {"read": "normalized"}, False),
+        ("falcon-1", {}, True),
+        ("falcon-3a", {}, True),
+        ("falcon-1a", {}, True),
+        ("falcon-2a", {}, True),
+        ("falcon-2", {}, False),
+        ("falcon-3", {}, False),
+        ("falcon-3a", {"window": 5}, False),
+        ("falcon-1a", {"timing": "read-before-write"}, False),
+        ("falcon-1a", {"read": "normalized"}, False),
     ],
 )
-def test_which_calls_a_device_sends_in_one_message(monkeypatch, asked, rule, changes, expected):
-    """Only what was asked for, until it has been compared there."""
-    monkeypatch.setenv(unproven.SWITCH, asked)
+def test_which_calls_a_device_sends_in_one_message(monkeypatch, rule, changes, expected):
     monkeypatch.setattr(dispatch, "_machine_reason", lambda device: None)
     rule = fw.RULES[rule].replace(**changes)
     x = torch.empty(1, 64, 1, 64, dtype=torch.bfloat16)
@@ -165,15 +163,6 @@ def test_which_calls_a_device_sends_in_one_message(monkeypatch, asked, rule, cha
     inputs = Inputs(x, x, OnDevice(x), gain, None, None)
     call = SimpleNamespace(rule=rule, form="auto", backend="auto", chunk_size=None)
     assert borders.fits(inputs, call, Around(None, None, None)) == expected
-
-
-def test_names_of_what_is_unproven_are_known_ones(monkeypatch):
-    monkeypatch.setenv(unproven.SWITCH, "boarders")
-    with pytest.raises(ValueError, match="FASTWEIGHT_UNPROVEN: got 'boarders', expected 0, 1 or names among borders"):
-        unproven.asked_for()
-    for value, named, every in (("borders", True, False), ("1", True, True), ("0", False, False)):
-        monkeypatch.setenv(unproven.SWITCH, value)
-        assert (unproven.asked_for("borders"), unproven.asked_for()) == (named, every)
 
 
 class OnDevice:

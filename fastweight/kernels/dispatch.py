@@ -24,7 +24,6 @@ WIDEST = 256
 LONGEST_WINDOW = 8
 NARROWEST_HALF = 48
 WIDEST_SURROUNDED = 128
-CHECKED_COLUMNS = ("next-latent", "read-after-write", "normalized", "absolute")
 
 
 def supported(
@@ -47,8 +46,7 @@ def supported(
         _rule_reason(rule, log_decay, mask)
         or _tensor_reason(q, k, v, rule)
         or _surroundings_reason(k, v, (key, mask, cu_seqlens))
-        or _gate_reason(v, rule, {"beta": beta, "lam": lam, "log_decay": log_decay, "S": S, "key": key})
-        or _unchecked_reason(v.device, rule, (q, k, v, beta, lam, S, key), (mask, cu_seqlens))
+        or _gate_reason(k, v, rule, {"beta": beta, "lam": lam, "log_decay": log_decay, "S": S, "key": key})
         or _machine_reason(v.device)
     )
 
@@ -102,13 +100,9 @@ def _tensor_reason(q: Tensor, k: Tensor, v: Tensor, rule: Any) -> str | None:
     if narrow and v.dtype == torch.float16 and rule.objective == "regression":
         # Gate gradients are summed over pairs from bfloat16 operands, which shows where the rest is this exact.
         return f"gate gradients of narrow float16 regressions miss float16 accuracy (widths below {NARROWEST_HALF})"
-    if rule.objective == "regression" and rule.window > 1 and v.is_cuda:
-        if not unproven.asked_for():
-            # Small calls agreed up to windows of 4. Larger ones, and windows above, ran machine code that Triton's
-            # assembler had made wrong (launch_windows.py); what it makes now was right where a CPU ran it.
-            return "regression over a window is not checked on a device yet"
-        if max(k.shape[-1], v.shape[-1]) > WIDEST_SURROUNDED:
-            return f"regression over a window is not checked on a device above widths of {WIDEST_SURROUNDED} yet"
+    wide = max(k.shape[-1], v.shape[-1]) > WIDEST_SURROUNDED
+    if rule.objective == "regression" and rule.window > 1 and wide and v.is_cuda:
+        return f"regression over a window is not checked on a device above widths of {WIDEST_SURROUNDED} yet"
     if v.shape[2] > 65535:
         return "kernels take at most 65535 heads"
     return _width_reason(q, k, v)
@@ -124,44 +118,23 @@ def _width_reason(q: Tensor, k: Tensor, v: Tensor) -> str | None:
 
 def _surroundings_reason(k: Tensor, v: Tensor, around: tuple[Tensor | None, ...]) -> str | None:
     wide = max(k.shape[-1], v.shape[-1]) > WIDEST_SURROUNDED
-    if wide and any(tensor is not None for tensor in around):
+    if wide and any(tensor is not None for tensor in around) and not unproven.asked_for():
         return (
             f"widths above {WIDEST_SURROUNDED} with a carried key, a mask or cu_seqlens are not checked on a device yet"
         )
     return None
 
 
-def _gate_reason(v: Tensor, rule: Any, given: dict[str, Tensor | None]) -> str | None:
+def _gate_reason(k: Tensor, v: Tensor, rule: Any, given: dict[str, Tensor | None]) -> str | None:
     # A beta per head makes all columns equal, whatever the rule: that is the scalar kernels' case.
-    beta = given["beta"]
-    if beta is not None and beta.ndim == 4 and given["log_decay"] is not None:
-        return "no kernel for a gain per value column with given log-decays"
+    beta, widths = given["beta"], (k.shape[-1], v.shape[-1])
+    if beta is not None and beta.ndim == 4:
+        if given["log_decay"] is not None:
+            return "no kernel for a gain per value column with given log-decays"
+        wide = max(widths) > WIDEST_SURROUNDED
+        if rule.objective == "regression" and wide and v.is_cuda and not unproven.asked_for():
+            return f"regression with a gain per value column is not checked above widths of {WIDEST_SURROUNDED} yet"
     return _dtype_reason(v, given)
-
-
-def _unchecked_reason(
-    device: torch.device, rule: Any, floats: tuple[Tensor | None, ...], around: tuple[Tensor | None, ...]
-) -> str | None:
-    """What of regression with a gain per value column was compared interpreted only, so far."""
-    _q, k, v, beta, *_rest = floats
-    assert k is not None, "every call has keys"
-    assert v is not None, "every call has values"
-    if device.type != "cuda" or rule.objective != "regression" or beta is None or beta.ndim != 4:
-        return None
-    if unproven.asked_for():
-        return None
-    how = (rule.pairing, rule.timing, rule.step, rule.ridge)
-    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in floats):
-        what = "gradients"
-    elif any(tensor is not None for tensor in around):
-        what = "masks and cu_seqlens"
-    elif max(k.shape[-1], v.shape[-1]) > WIDEST_SURROUNDED:
-        what = f"widths above {WIDEST_SURROUNDED}"
-    elif how != CHECKED_COLUMNS:
-        what = " ".join(how)
-    else:
-        return None
-    return f"regression with a gain per value column: {what} not checked on a device yet"
 
 
 def _dtype_reason(v: Tensor, given: dict[str, Tensor | None]) -> str | None:

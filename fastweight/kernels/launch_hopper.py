@@ -13,7 +13,6 @@ import torch
 import triton
 from torch import Tensor
 
-from fastweight.kernels import unproven
 from fastweight.kernels.geometry import Geometry
 from fastweight.kernels.launch import FEW_PROGRAMS, LEAST_CHUNKS, Inputs, Plan, Walk, gate_flags, start, wide
 
@@ -23,7 +22,6 @@ WIDTHS = (64, 128)
 PREPARE_REGISTERS = 96  # five programs a multiprocessor
 ADVANCE_REGISTERS = 168  # three
 WALKING = 264  # programs of a walk that an H200 holds at once, two a multiprocessor
-ADVANCING = 396
 TURNS = 4  # that a backward pass is done in, at most
 LARGE = 2**27  # elements of all state gradients; fewer are kept at once: at half of that turns cost 5 % of the time
 STAGES = 2  # chunks in shared memory: at width 128 that leaves room for a second program, at 64 more was no faster
@@ -101,13 +99,11 @@ def blocks(tensor: Tensor, rows: int) -> Any:
 
 def walk_of(where: Geometry, given: Inputs) -> Walk:
     """One piece a sequence where programs fill the device, else as many as it holds at once; few are not worth it."""
-    H, K, V = given.v.shape[2], given.q.shape[3], given.v.shape[3]
+    H, V = given.v.shape[2], given.v.shape[3]
     programs = where.sequences * H * (V // 64)
     if programs >= FEW_PROGRAMS or where.chunks < LEAST_CHUNKS:
         return Walk(where, 1, 2**30)
     pieces = min(WALKING // programs, where.chunks // 4)
-    if not unproven.asked_for():
-        pieces = min(pieces, 1 + ADVANCING // (where.sequences * H * ((K + V) // 64)))
     length = -(-where.chunks // pieces) if pieces > 2 else where.chunks
     return Walk(where, -(-where.chunks // length), length)
 
@@ -129,7 +125,7 @@ def rows_at_once(walk: Walk, given: Inputs) -> int:
 def shares_room(given: Inputs) -> bool:
     """Whether a chunk's state gradient fits where its gradients of q and k go, which costs no memory and no turns."""
     T, V = given.v.shape[1], given.v.shape[3]
-    return unproven.asked_for() and given.v.dtype == torch.bfloat16 and given.q.shape[3] == V and T % 64 == 0
+    return given.v.dtype == torch.bfloat16 and given.q.shape[3] == V and T % 64 == 0
 
 
 def _options(plan: Plan, given: Inputs, **flags: Any) -> dict[str, Any]:
@@ -164,13 +160,12 @@ class Reach(NamedTuple):
     pieces: Tensor
 
 
-def reach(plan: Plan, given: Inputs, walk: Walk, rates: tuple[Tensor, Tensor]) -> Reach | None:
+def reach(plan: Plan, given: Inputs, walk: Walk, rates: tuple[Tensor, Tensor]) -> Reach:
     """For calls that pass over what fades (reach.py); `advance` fills the pieces."""
-    if not unproven.asked_for():
-        return None
     from fastweight.kernels.reach import bound
 
     where, H = walk.where, given.v.shape[2]
+    assert (walk.segments - 1) * walk.length < where.chunks, "an empty piece says nothing of what it leaves"
     found = Reach(rates[0].new_empty(where.slots, H), rates[0].new_empty(where.sequences * walk.segments, H))
     start(
         bound, (where.slots, H),

@@ -1,25 +1,19 @@
 """What has not been compared on a device as it is now; kernels in Triton among it agree when interpreted.
 
-A CUDA call does not get it unless FASTWEIGHT_UNPROVEN=1 asks for it, as its device tests do: falcon-2 with gradients or
-options, falcon-3, the quick form of falcon-2a, and the backward pass of falcon-1a and linear attention in one walk;
-of the regression class, long sequences whose pieces pass over what has faded (reach.py), and state gradients that lie
-where those of q and k will; context parallelism in one message each way, also by its name alone
-(FASTWEIGHT_UNPROVEN=borders); and copies of training batches to the device that do not wait for it. What has passed
+A CUDA call does not get it unless FASTWEIGHT_UNPROVEN=1 asks for it, as its device tests do: widths above 128 with a
+carried key, a mask or cu_seqlens, and of falcon-2; the quick form of falcon-2a; the backward pass of falcon-1a and
+linear attention in one walk; and copies of training batches to the device that do not wait for it. What has passed
 there leaves the list.
 """
 
 import os
 
 SWITCH = "FASTWEIGHT_UNPROVEN"
-NAMES = ("borders",)  # what can be asked for alone
 
 
-def asked_for(name: str | None = None) -> bool:
-    """Whether the switch is 1, or lists this name, with commas between several; ValueError for a name that is none."""
+def asked_for() -> bool:
+    """Whether the switch is 1; ValueError where it is neither 0 nor 1."""
     value = os.environ.get(SWITCH, "")
-    if value in ("", "0", "1"):
-        return value == "1"
-    asked = value.split(",")
-    if not all(one in NAMES for one in asked):
-        raise ValueError(f"{SWITCH}: got {value!r}, expected 0, 1 or names among {', '.join(NAMES)}")
-    return name in asked
+    if value not in ("", "0", "1"):
+        raise ValueError(f"{SWITCH}: got {value!r}, expected 0 or 1")
+    return value == "1"

@@ -7,8 +7,8 @@ What a rank does to any state that it is given is affine, S -> M S + b (SPEC sec
     S  before rank r: (M_{r-1}, b_{r-1}) o ... o (M_0, b_0), after one exchange of all M and b
 
 and then the op runs with that state. This costs the op two or three times (a rank that begins a document has b from its
-outputs and no M, the last rank of a document needs neither); `relay` and `borders` have the kernels do it for the price
-of once. For regression with a gain per column M differs from column to column: there each rank waits for the one
+outputs and no M, the last rank of a document needs neither); `borders` has the kernels do it for the price of once.
+For regression with a gain per column M differs from column to column: there each rank waits for the one
 before, and heads go in groups, so that ranks work on different groups at a time.
 
 Trap: what is exchanged must be so on every rank, in the same order, also where a rank has no use for it.
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastweight.memory import borders, relay
+from fastweight.memory import borders
 from fastweight.memory.inputs import Around, Inputs, working_dtype
 from fastweight.memory.maps import ChunkMap
 from fastweight.memory.rules import Rule
@@ -86,11 +86,6 @@ def attend(inputs: Inputs, call: Any, around: Around, output_final_state: bool, 
 
 def _computed(here: _Here) -> tuple[Tensor, dict[int, State], tuple[Tensor, ...]]:
     """Outputs, the states of rows that end or stand here, and what was received."""
-    if relay.fits(here.inputs, here.call, here.around):
-        begun = here.around.initial_state
-        assert isinstance(begun, State), "made by the caller"
-        o, state, received = relay.scan(here.inputs, here.rule, begun, here.place, here.anchor)
-        return o, {0: state}, received
     boundary, tails = _boundary(here)
     alone = here.rule.gain == "column" and here.rule.objective == "regression"
     o, states, received = (_in_turns if alone else _through_maps)(here, boundary)
