@@ -10,7 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
-from fastweight.kernels import solve_columns, solve_columns_gradient
+from fastweight.kernels import launch_hopper_gradient, solve_columns, solve_columns_gradient, unproven
 from fastweight.kernels.geometry import Geometry
 from fastweight.kernels.launch import (
     FEW_PROGRAMS,
@@ -24,6 +24,7 @@ from fastweight.kernels.launch import (
     tables,
     wide,
 )
+from fastweight.kernels.launch_hopper import descriptor
 
 UNKNOWN_ONE = 1  # what the kernels must not know to be 1 (solve_columns.py)
 
@@ -92,19 +93,44 @@ def backward(plan, d_o, d_state1, q, k, v, beta, lam, key0, has_key, mask, cu_se
     steps = float(plan.eps), float(plan.floor), UNKNOWN_ONE
     common = (given.q, given.k, d_o, given.beta, given.lam, *given[5:], couplings, energies)
     blocks = -(-V // named["BV"])
+    fast = unproven.asked_for() and given.q.shape[3] == V and launch_hopper_gradient.fits(given, d_o, states)
     if where.sequences and H:
         start(
             solve_columns_gradient.backward_state, (where.sequences * H * blocks,),
             *common, None if d_state1 is None else d_state1.contiguous(), out.states, out.state0,
-            *Walk(where, 1, 2**30).arguments, *steps, **named,
+            out.v if fast else None, *Walk(where, 1, 2**30).arguments, *steps, **named,
         )  # fmt: skip
     if where.slots and H:
-        _backward_chunk(where, given, common, (residual, states), out, blocks, steps, named)
+        wild = _backward_tame(plan, where, given, d_o, saved, out) if fast else None
+        _backward_chunk(where, given, common, (residual, states), out, wild, blocks, steps, named)
     return out.result()
 
 
-def _backward_chunk(where, given, common, saved, out: Gradients, blocks: int, steps, named) -> None:
-    """Everything that is parallel over chunks; what each block of columns gives is summed here."""
+def state_rows(states: Tensor) -> Any:
+    """Descriptor of 64 key rows of chunk states [chunks, H, K, V]."""
+    V = states.shape[-1]
+    return descriptor(states, [states.numel() // V, V], [V, 1], [64, V])
+
+
+def _backward_tame(plan, where, given, d_o, saved, out: Gradients) -> Tensor:
+    """Everything that is parallel over chunks, on Hopper, of those that forget little; the others are noted."""
+    from fastweight.kernels import hopper_solve_columns_gradient
+
+    energies, residual, states = saved
+    wild = torch.empty(where.slots, given.v.shape[2], dtype=torch.int8, device=given.v.device)
+    D = given.v.shape[3]
+    start(
+        hopper_solve_columns_gradient.backward_token, (where.slots * given.v.shape[2],),
+        given.q, given.k, d_o, given.beta, given.lam, *given[5:], energies, residual, state_rows(states),
+        state_rows(out.states), out.q, out.k, out.v, out.beta, out.lam, out.key0, wild, *tables(where),
+        float(plan.eps), float(plan.floor), H=given.v.shape[2], KH=given.q.shape[2], D=D, SHIFT=int(plan.shift),
+        SCALED=plan.scaled, DIRECT=plan.direct, BEFORE=plan.before, num_warps=D // 16,
+    )  # fmt: skip
+    return wild
+
+
+def _backward_chunk(where, given, common, saved, out: Gradients, wild, blocks: int, steps, named) -> None:
+    """The same for all chunks, or those of `wild`; what each block of columns gives is summed here."""
     tasks = where.slots * given.v.shape[2] * blocks
     programs = min(tasks, FEW_PROGRAMS * 256 // named["BV"])
     aside = given.v.new_empty(programs, 4, named["BV"], named["BK"])
@@ -112,7 +138,7 @@ def _backward_chunk(where, given, common, saved, out: Gradients, blocks: int, st
     d_q, d_k, d_lam, d_key0 = (_one_per(blocks, tensor) for tensor in shared)
     start(
         solve_columns_gradient.backward_chunk, (programs,),
-        *common, *saved, out.states, aside, d_q, d_k, out.v, out.beta, d_lam, d_key0,
+        *common, *saved, out.states, aside, d_q, d_k, out.v, out.beta, d_lam, d_key0, wild,
         *tables(where), where.slots, where.sequences, *steps, **named,
     )  # fmt: skip
     if blocks > 1:

@@ -119,12 +119,12 @@ def pair_gradients(
 
 @triton.jit(do_not_specialize=["length", "chunks", "tokens", "segments", "per_segment", "one"])
 def backward_state(
-    q, k, d_o, beta, lam, key0, has_key, unmasked, previous, couplings, energies, d_state1, d_states, d_state0,
+    q, k, d_o, beta, lam, key0, has_key, unmasked, previous, couplings, energies, d_state1, d_states, d_state0, d_u,
     cu, chunk_start, length, chunks, tokens, segments, per_segment, eps, floor, one,
     H: tl.constexpr, KH: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     SHIFT: tl.constexpr, SCALED: tl.constexpr, DIRECT: tl.constexpr, BEFORE: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """One sequence of one head in reverse, BV value columns: the state gradient at every chunk end, and dS_0."""
+    """One sequence of one head in reverse, BV value columns: the state gradient at every chunk end, dS_0 and dU."""
     pid = tl.program_id(0)
     blocks: tl.constexpr = (V + BV - 1) // BV
     h = (pid // blocks) % H
@@ -159,7 +159,10 @@ def backward_state(
         _g, _r, _e, eta, carry = column_rates(
             beta, lam, energies, line, first, b, h, lone, pair, live, eps, floor, H, V, SCALED, DIRECT
         )
-        d_y = eta * write_gradients(ends, do, eta, carry, couplings + line * 32, b, high, BEFORE)
+        d_write = write_gradients(ends, do, eta, carry, couplings + line * 32, b, high, BEFORE)
+        if d_u is not None:
+            store_columns(d_u, d_write, first, b, h, lone, live, H, V)
+        d_y = eta * d_write
         before = carries_before(later_by_one(carry, b, 1.0), b, BV, 16)
         reads = do * before
         if not BEFORE:
@@ -205,12 +208,15 @@ def _states_of_blocks(
 @triton.jit(do_not_specialize=["length", "chunks", "tokens", "slots", "sequences", "one"])
 def backward_chunk(
     q, k, d_o, beta, lam, key0, has_key, unmasked, previous, couplings, energies, residual, states, d_states, asides,
-    d_q, d_k, d_v, d_beta, d_lam, d_key0,
+    d_q, d_k, d_v, d_beta, d_lam, d_key0, wild,
     cu, chunk_seq, chunk_start, length, chunks, tokens, slots, sequences, eps, floor, one,
     H: tl.constexpr, KH: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     SHIFT: tl.constexpr, SCALED: tl.constexpr, DIRECT: tl.constexpr, BEFORE: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """Chunks of one head, BV value columns: all gradients but dS_0; d_q, d_k, d_lam and d_key0 one per column block."""
+    """Chunks of one head, BV value columns: all gradients but dS_0; d_q, d_k, d_lam and d_key0 one per column block.
+
+    wild [chunks, H]: where given, only the chunks noted there.
+    """
     blocks: tl.constexpr = (V + BV - 1) // BV
     b = tl.arange(0, 16)
     i = tl.arange(0, 32)
@@ -223,8 +229,11 @@ def backward_chunk(
         h = (task // blocks) % H
         chunk = task // (blocks * H)
         n, start, low0, high0 = chunk_span(chunk, cu, chunk_seq, chunk_start, length, chunks, 64)
-        parts = tl.where(n < 0, 0, tl.minimum(4, tl.cdiv(high0, 16)))
-        if n < 0:
+        idle = n < 0
+        if wild is not None:
+            idle |= tl.load(wild + task // blocks, mask=n >= 0, other=0) == 0
+        parts = tl.where(idle, 0, tl.minimum(4, tl.cdiv(high0, 16)))
+        if idle:
             high0 = 0
         kh = h // (H // KH)
         cv = block * BV + tl.arange(0, BV)

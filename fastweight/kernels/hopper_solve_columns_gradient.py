@@ -1,0 +1,311 @@
+"""Regression with a gain per value column on Hopper: all gradients of chunks that forget little, by matrix products.
+
+For 16-bit calls with 64 or 128 key columns and as many value columns. With l the log2 decay of each token and column, g
+its sums up to and with each token of a chunk, h = g - l those before it, u = eta .* residual the writes, dU their
+gradients and dY = eta .* dU those of the values, every column's own decay goes into operands
+
+    m = 2^-g .* u      r = 2^g .* dO      w = -2^h .* dY      E = 2^(g_C) .* dS_C
+
+and what is left is shared by all columns. With P = [j <= i] Q X^T and G = [j < i] X X^T,
+
+    dP = [j <= i] r m^T     dQ = r S_0^T + dP X
+    dG = [j < i] w m^T      dX = w S_0^T + m E^T + dP^T Q + (dG + dG^T) X
+    dl_t = sum_k S_0 .* E + sum_(j < t) m .* (X E) + sum_(i > t) w .* (X S_0 + G m)
+           + sum_(i >= t) (r .* (Q S_0 + P m) - m .* (P^T r + G^T w))
+
+What pairs on one side of t add to the last two sums cancels to the digits of float32, because all terms multiply the
+same rounded r, w and m. That is enough where no carry is small (LEAST_CARRY), because dl is divided by it. Other chunks
+are noted, and solve_columns_gradient.py follows for them.
+
+One program has a multiprocessor to itself and all its tiles in shared memory at once; D / 16 warps leave each thread
+room for four accumulators. How copies, products and barriers go together, and their traps, as in hopper_parts.py.
+
+Traps: dU waits in the memory of d_v, where `backward_state` left it. Sums over tokens are products with matrices of
+ones, and the one whose terms cancel takes them in three pieces of 8 bits. With reads before writes r has 2^h, P has
+j < i, and reads count for i > t.
+"""
+
+# pyright: basic, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
+# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false, reportReturnType=false
+# pyright: reportOptionalMemberAccess=false, reportAssignmentType=false
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from fastweight.kernels.columns import column_steps
+from fastweight.kernels.gates import load_head, step_gradient, step_sizes
+from fastweight.kernels.hopper_parts import SHARED, arrive, copy_rows, new_barrier, nil, rows
+from fastweight.kernels.tiles import chunk_span, has_pair, source_rows
+
+LEAST_CARRY = gl.constexpr(-8.0)  # log2: what cancels to 1e-7 of what is added may be multiplied by 2^8
+TAME = gl.constexpr(-60.0)  # least log2 decay of a chunk whose inverse is in range
+TAME_HALF = gl.constexpr(-4.0)  # the same in float16
+# Accumulators of [64, D] and [64, 64]; copies of D and of 64 columns; D = 64 takes 4 warps, D = 128 takes 8.
+WIDE_64 = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
+WIDE_128 = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 2], instr_shape=[16, 64, 16]))
+SQUARE_128 = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 2], instr_shape=[16, 32, 16]))
+LEFT_64 = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=WIDE_64.value, k_width=2))
+LEFT_128 = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=WIDE_128.value, k_width=2))
+TILE_128 = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0]))
+HALF_64 = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+HALF_128 = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0]))
+
+
+@gluon.jit
+def _ones(KIND: gl.constexpr, dtype: gl.constexpr, L: gl.constexpr):
+    """[64, 64]: 1 where the column is up to the row (KIND 0), before it (1), or from it on (2)."""
+    i = rows(L)[:, None]
+    j = gl.arange(0, 64, gl.SliceLayout(0, L))[None, :]
+    if KIND == 0:
+        is_one = j <= i
+    elif KIND == 1:
+        is_one = j < i
+    else:
+        is_one = j >= i
+    return gl.where(is_one, 1.0, 0.0).to(dtype)
+
+
+@gluon.jit
+def _later(L: gl.constexpr):
+    """Row minus column of [64, 64]."""
+    return rows(L)[:, None] - gl.arange(0, 64, gl.SliceLayout(0, L))[None, :]
+
+
+@gluon.jit
+def _fresh(a, b, L: gl.constexpr):
+    """Begins a b."""
+    out: gl.constexpr = [64, b.shape[1]]
+    return warpgroup_mma(a, b, gl.zeros(out, gl.float32, L), use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _shown():
+    """What threads wrote to shared memory, to the products of all warps."""
+    fence_async_shared()
+    gl.thread_barrier()
+
+
+@gluon.jit
+def _store_rows(pointer, tile, first, i, h, start, keep, H: gl.constexpr, W: gl.constexpr, L: gl.constexpr):
+    """Writes [64, 64] as rows of one head, columns from `start` on; i and keep lie along L."""
+    at = i[:, None] * (H * W) + (start + gl.arange(0, 64, gl.SliceLayout(0, L)))[None, :]
+    narrow = gl.convert_layout(tile.to(pointer.dtype.element_ty), L)
+    gl.store(pointer + (first * H + h) * W + at, narrow, mask=keep[:, None])
+
+
+@gluon.jit(do_not_specialize=["length", "chunks", "tokens"])
+def backward_token(
+    q, k, d_o, beta, lam, key0, has_key, unmasked, previous, energies, residual, states, d_states,
+    d_q, d_k, d_v, d_beta, d_lam, d_key0, wild,
+    cu, chunk_seq, chunk_start, length, chunks, tokens, eps, floor,
+    H: gl.constexpr, KH: gl.constexpr, D: gl.constexpr,
+    SHIFT: gl.constexpr, SCALED: gl.constexpr, DIRECT: gl.constexpr, BEFORE: gl.constexpr,
+):  # fmt: skip
+    """One chunk of one head: all gradients but those of states; wild [chunks, H]: those that were not made."""
+    WIDE: gl.constexpr = WIDE_64 if D == 64 else WIDE_128
+    SQUARE: gl.constexpr = WIDE_64 if D == 64 else SQUARE_128
+    LEFT: gl.constexpr = LEFT_64 if D == 64 else LEFT_128
+    TILE: gl.constexpr = HALF_64 if D == 64 else TILE_128
+    HALF: gl.constexpr = HALF_64 if D == 64 else HALF_128
+    PARTS: gl.constexpr = D // 64
+    along: gl.constexpr = gl.SliceLayout(0, WIDE)
+    h = gl.program_id(0) % H
+    chunk = gl.program_id(0) // H
+    n, first, low, high = chunk_span(chunk, cu, chunk_seq, chunk_start, length, chunks, 64)
+    if n < 0:
+        return
+    kh = h // (H // KH)
+    dtype: gl.constexpr = q.dtype.element_ty
+    landed = new_barrier()
+    s_r = gl.allocate_shared_memory(dtype, [64, D], SHARED)
+    s_w = gl.allocate_shared_memory(dtype, [64, D], SHARED)
+    s_m = gl.allocate_shared_memory(dtype, [64, D], SHARED)
+    s_left = gl.allocate_shared_memory(dtype, [64, D], SHARED)
+    s_u = gl.allocate_shared_memory(dtype, [64, D], SHARED)
+    s_stage = gl.allocate_shared_memory(gl.bfloat16, [64, D], SHARED)
+    s_in = gl.allocate_shared_memory(dtype, [2 * PARTS, 64, 64], SHARED)  # columns of q, then of x
+    s_scores = gl.allocate_shared_memory(dtype, [2, 64, 64], SHARED)
+    s_states = gl.allocate_shared_memory(dtype, [2 * PARTS, 64, D], SHARED)  # rows of a state, then of its gradient
+
+    i = rows(TILE)
+    live = (i >= low) & (i < high)
+    copy_rows(s_r, d_o, first, i, h, 0, live, H, D, TILE)
+    copy_rows(s_u, d_v, first, i, h, 0, live, H, D, TILE)
+    copy_rows(s_left, residual, first, i, h, 0, live, H, D, TILE)
+    i = rows(HALF)
+    source, live = source_rows(previous, first, i, low, high, SHIFT)
+    keyed = live & (source >= low)
+    for part in gl.static_range(PARTS):
+        copy_rows(s_in.index(part), q, first, i, kh, part * 64, live, KH, D, HALF)
+        if previous is None:
+            copy_rows(s_in.index(PARTS + part), k, first - SHIFT, i, kh, part * 64, keyed, KH, D, HALF)
+        else:
+            copy_rows(s_in.index(PARTS + part), k, first, source.to(gl.int64), kh, part * 64, keyed, KH, D, HALF)
+    starts = live & (source < low)
+    gl.thread_barrier()
+    mbarrier.expect(landed, 2 * PARTS * states.block_type.nbytes)
+    for part in gl.static_range(PARTS):
+        row = (chunk * H + h) * D + part * 64
+        tma.async_copy_global_to_shared(states, [row, 0], landed, s_states.index(part))
+        tma.async_copy_global_to_shared(d_states, [row, 0], landed, s_states.index(PARTS + part))
+
+    i = rows(WIDE)
+    source, live = source_rows(previous, first, i, low, high, SHIFT)
+    pair = has_pair(unmasked, has_key, first, i, source, live, low, n)
+    ridge = load_head(lam, first, i, h, H, pair, 0.0)
+    energy = gl.load(energies + kh.to(gl.int64) * tokens + first + i, mask=live, other=0.0)
+    at = i[:, None] * (H * D) + gl.arange(0, D, along)[None, :]
+    base = (first * H + h) * D
+    gain = gl.load(beta + base + at, mask=pair[:, None], other=0.0).to(gl.float32)
+    eta, log_decay = column_steps(
+        energy[:, None], gain, ridge[:, None], pair[:, None], eps, floor, SCALED, DIRECT, False
+    )
+    passed = log_decay.to(gl.float16)
+    s_passed = s_m._reinterpret(gl.float16, [64, D], SHARED)
+    s_passed.store(passed)
+    total = gl.sum(passed.to(gl.float32), axis=0)
+    least: gl.constexpr = TAME_HALF if dtype == gl.float16 else TAME
+    too_small = gl.min(gl.min(log_decay, axis=1), axis=0) < LEAST_CARRY
+    is_lost = too_small | (gl.min(total, axis=0) < least)
+    gl.store(wild + chunk.to(gl.int64) * H + h, is_lost.to(gl.int8))
+    arrive()
+    mbarrier.wait(landed, 0)
+    if is_lost:
+        return
+    if key0 is not None:
+        for part in gl.static_range(PARTS):
+            col = part * 64 + gl.arange(0, 64, gl.SliceLayout(0, HALF))
+            begin = gl.load(key0 + (n.to(gl.int64) * KH + kh) * D + col).to(dtype)
+            x = s_in.index(PARTS + part).load(HALF)
+            s_in.index(PARTS + part).store(gl.where(starts[:, None], begin[None, :], x))
+        _shown()
+    once = gl.minimum(tokens, 1)
+    g = _fresh(_ones(0, gl.float16, LEFT), s_passed, WIDE)
+    p = _fresh(s_in.index(nil()), s_in.index(nil() + PARTS).permute((1, 0)), SQUARE)
+    gram = _fresh(s_in.index(nil() + PARTS), s_in.index(nil() + PARTS).permute((1, 0)), SQUARE)
+    if PARTS == 2:
+        last = s_in.index(nil() + 3).permute((1, 0))
+        p = warpgroup_mma(s_in.index(nil() + 1), last, p, is_async=True)
+        gram = warpgroup_mma(s_in.index(nil() + 3), last, gram, is_async=True)
+    g, p, gram = warpgroup_mma_wait(0, deps=(g, p, gram))
+    gl.thread_barrier()
+    later = _later(SQUARE)
+    s_scores.index(0).store(gl.where(later > 0 if BEFORE else later >= 0, p, 0.0).to(dtype))
+    s_scores.index(1).store(gl.where(later > 0, gram, 0.0).to(dtype))
+    before = gl.exp2(g - passed.to(gl.float32))
+    reading = before if BEFORE else gl.exp2(g)
+    s_r.store((s_r.load(WIDE).to(gl.float32) * reading).to(dtype))
+    s_w.store((-before * (eta * s_u.load(WIDE).to(gl.float32))).to(dtype))
+    back = gl.exp2(-gl.maximum(g, TAME - 2))
+    s_m.store((eta * s_left.load(WIDE).to(gl.float32) * back).to(dtype))
+    end = gl.convert_layout(gl.exp2(total), gl.SliceLayout(0, TILE))
+    through = gl.zeros([D], gl.float32, gl.SliceLayout(0, TILE))
+    for part in gl.static_range(PARTS):
+        E = (s_states.index(PARTS + part).load(TILE).to(gl.float32) * end[None, :]).to(dtype)
+        s_states.index(PARTS + part).store(E)
+        through += gl.sum(E.to(gl.float32) * s_states.index(part).load(TILE).to(gl.float32), axis=0)
+    _shown()
+
+    reads = _fresh(s_scores.index(nil()), s_m, WIDE)
+    misses = _fresh(s_scores.index(nil() + 1), s_m, WIDE)
+    inner = _fresh(s_scores.index(nil()).permute((1, 0)), s_r, WIDE)
+    inner = warpgroup_mma(s_scores.index(nil() + 1).permute((1, 0)), s_w, inner, is_async=True)
+    behind = _fresh(s_in.index(nil() + PARTS), s_states.index(nil() + PARTS), WIDE)
+    if PARTS == 2:
+        behind = warpgroup_mma(s_in.index(nil() + 3), s_states.index(nil() + 3), behind, is_async=True)
+    for part in gl.static_range(PARTS):
+        reads = warpgroup_mma(s_in.index(nil() + part), s_states.index(nil() + part), reads, is_async=True)
+        misses = warpgroup_mma(s_in.index(nil() + PARTS + part), s_states.index(nil() + part), misses, is_async=True)
+    reads, misses, inner, behind = warpgroup_mma_wait(0, deps=(reads, misses, inner, behind))
+    gl.thread_barrier()
+    m = s_m.load(WIDE).to(gl.float32)
+    own = misses * s_w.load(WIDE).to(gl.float32)
+    terms = reads * s_r.load(WIDE).to(gl.float32)
+    if BEFORE:
+        own += terms
+        terms = own - inner * m
+    else:
+        terms += own - inner * m
+    # What crosses a token to behind the chunk: nothing of it cancels, and 8 bits are enough.
+    s_other = s_scores._reinterpret(gl.bfloat16, [64, D], SHARED)
+    s_other.store((behind * m).to(gl.bfloat16))
+    piece = terms.to(gl.bfloat16)
+    s_stage.store(piece)
+    terms -= piece.to(gl.float32)
+    _shown()
+    d_log = _fresh(_ones(1, gl.bfloat16, LEFT), s_other, WIDE)
+    d_log = warpgroup_mma(_ones(2, gl.bfloat16, LEFT), s_stage, d_log, is_async=True)
+    d_log = warpgroup_mma_wait(0, deps=(d_log,))
+    gl.thread_barrier()
+    piece = terms.to(gl.bfloat16)
+    s_other.store(piece)
+    s_stage.store((terms - piece.to(gl.float32)).to(gl.bfloat16))
+    _shown()
+    d_log = warpgroup_mma(_ones(2, gl.bfloat16, LEFT), s_other, d_log, is_async=True)
+    d_log = warpgroup_mma(_ones(2, gl.bfloat16, LEFT), s_stage, d_log, is_async=True)
+    d_log = warpgroup_mma_wait(0, deps=(d_log,))
+    d_log += gl.convert_layout(through, along)[None, :] - own
+
+    share = gl.zeros([64], gl.float32, gl.SliceLayout(1, WIDE))
+    for _ in range(once):
+        i = rows(WIDE)
+        source, live = source_rows(previous, first, i, low, high, SHIFT)
+        pair = has_pair(unmasked, has_key, first, i, source, live, low, n)
+        at = i[:, None] * (H * D) + gl.arange(0, D, along)[None, :]
+        gain = gl.load(beta + base + at, mask=pair[:, None], other=0.0).to(gl.float32)
+        d_u = s_u.load(WIDE).to(gl.float32)
+        eta, _r, _d, _a, _c, _o, _w = step_sizes(
+            energy[:, None], gain, ridge[:, None], pair[:, None], eps, floor, SCALED, DIRECT
+        )
+        gl.store(d_v + base + at, (eta * d_u).to(d_v.dtype.element_ty), mask=live[:, None])
+        to_gain, to_ridge, to_energy = step_gradient(
+            s_left.load(WIDE).to(gl.float32) * d_u, d_log, energy[:, None], gain, ridge[:, None], pair[:, None],
+            eps, floor, SCALED, DIRECT, True, EXACT=False,
+        )  # fmt: skip
+        gl.store(d_beta + base + at, to_gain.to(d_beta.dtype.element_ty), mask=live[:, None])
+        if d_lam is not None:
+            gl.store(d_lam + first * H + h + i * H, gl.sum(to_ridge, axis=1), mask=live)
+        share += gl.sum(to_energy, axis=1)
+
+    d_p = _fresh(s_r, s_m.permute((1, 0)), SQUARE)
+    d_gram = _fresh(s_w, s_m.permute((1, 0)), SQUARE)
+    d_p, d_gram = warpgroup_mma_wait(0, deps=(d_p, d_gram))
+    gl.thread_barrier()
+    later = _later(SQUARE)
+    s_scores.index(0).store(gl.where(later > 0 if BEFORE else later >= 0, d_p, 0.0).to(dtype))
+    s_scores.index(1).store(gl.where(later > 0, d_gram, 0.0).to(dtype))
+    _shown()
+    share = gl.convert_layout(share, gl.SliceLayout(1, SQUARE))
+    i = rows(HALF)
+    source, live = source_rows(previous, first, i, low, high, SHIFT)
+    pair = has_pair(unmasked, has_key, first, i, source, live, low, n)
+    keep = pair & (source >= low)
+    for part in gl.static_range(PARTS):
+        x = s_in.index(nil() + PARTS + part)
+        d_q_part = _fresh(s_r, s_states.index(nil() + part).permute((1, 0)), SQUARE)
+        d_q_part = warpgroup_mma(s_scores.index(nil()), x, d_q_part, is_async=True)
+        d_x = _fresh(s_w, s_states.index(nil() + part).permute((1, 0)), SQUARE)
+        d_x = warpgroup_mma(s_m, s_states.index(nil() + PARTS + part).permute((1, 0)), d_x, is_async=True)
+        d_x = warpgroup_mma(s_scores.index(nil()).permute((1, 0)), s_in.index(nil() + part), d_x, is_async=True)
+        d_x = warpgroup_mma(s_scores.index(nil() + 1).permute((1, 0)), x, d_x, is_async=True)
+        d_x = warpgroup_mma(s_scores.index(nil() + 1), x, d_x, is_async=True)
+        d_q_part, d_x = warpgroup_mma_wait(0, deps=(d_q_part, d_x))
+        _store_rows(d_q, d_q_part, first, i, h, part * 64, i < high, H, D, HALF)
+        if not DIRECT or SCALED:
+            d_x += 2 * share[:, None] * x.load(SQUARE).to(gl.float32)
+        if previous is None:
+            _store_rows(d_k, d_x, first - SHIFT, i, h, part * 64, keep, H, D, HALF)
+            if SHIFT:  # a sequence's last token is paired with none
+                _store_rows(d_k, gl.zeros_like(d_x), first, i, h, part * 64, i == high - 1, H, D, HALF)
+        else:
+            _store_rows(d_k, d_x, first, source.to(gl.int64), h, part * 64, keep, H, D, HALF)
+        if d_key0 is not None:
+            _store_rows(d_key0, d_x, n.to(gl.int64), i * 0, h, part * 64, pair & (source < low), H, D, HALF)
+    landed._keep_alive()
