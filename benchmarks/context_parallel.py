@@ -16,6 +16,7 @@ import argparse
 import json
 import os
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,6 +29,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 import fastweight as fw
+from fastweight.evaluation.provenance import made_by
 from fastweight.parallel import context_parallel
 
 NAMES = ("q", "k", "v", "beta", "lam")
@@ -44,19 +46,20 @@ def say(*words: Any) -> None:
     print(f"[{time.monotonic() - BEGUN:6.1f} s]", *words, flush=True)
 
 
-def draw(T: int, H: int, D: int, device: Any, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
+def draw(rule: str, T: int, H: int, D: int, device: Any) -> dict[str, Tensor]:
     """Unit keys, gains in (0, 2), ridge for memories of about a hundred tokens; w weighs the loss."""
     rng = torch.Generator(device).manual_seed(SEED)
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=rng, device=device, dtype=dtype)
+        return torch.randn(*shape, generator=rng, device=device, dtype=torch.bfloat16)
 
-    def uniform(scale: float) -> Tensor:
-        return scale * torch.rand(1, T, H, generator=rng, device=device)
+    def uniform(scale: float, *columns: int) -> Tensor:
+        return scale * torch.rand(1, T, H, *columns, generator=rng, device=device)
 
     q, k, v, w = (normal(1, T, H, D) for _ in range(4))
     q, k = (torch.nn.functional.normalize(t, dim=-1) for t in (q, k))
-    return {"q": q, "k": k, "v": v, "beta": uniform(1.8), "lam": uniform(0.02), "w": w}
+    beta = uniform(1.8, *(D,) if fw.RULES[rule].gain == "column" else ())
+    return {"q": q, "k": k, "v": v, "beta": beta, "lam": uniform(0.02), "w": w}
 
 
 def part(given: dict[str, Tensor], rank: int, size: int) -> dict[str, Tensor]:
@@ -145,7 +148,7 @@ def phases(call: Callable[[], Any], device: torch.device) -> dict[str, float]:
 
 def gate(rule: str, width: int, rank: int, size: int, device: torch.device) -> dict[str, float]:
     """A short sequence on all ranks against the float64 recurrence on each."""
-    given = draw(130 * size, 8, width, device)
+    given = draw(rule, 130 * size, 8, width, device)
     exact = step({name: t.double() for name, t in given.items()}, rule, True, form="recurrent", backend="torch")
     with context_parallel():
         mine = step(part(given, rank, size), rule, True)
@@ -158,7 +161,7 @@ def measure(case: dict[str, Any], rank: int, size: int, chosen: Any, device: tor
     tell = say if rank == 0 else lambda *_: None
     found: dict[str, Any] = case | {"gpus": size, "gate": gate(rule, D, rank, size, device)}
     tell(rule, T, "agrees with the recurrence within", max(found["gate"].values()))
-    given = draw(T, H, D, device)
+    given = draw(rule, T, H, D, device)
     mine = part(given, rank, size)
     whole = step(given, rule, True)
     with context_parallel():
@@ -240,8 +243,9 @@ def process_group(rank: int, size: int, device: torch.device) -> Iterator[None]:
 
 def write(results: list[dict[str, Any]], out: Path, device: torch.device) -> None:
     out.mkdir(parents=True, exist_ok=True)
-    name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
-    about = {"torch": torch.__version__, "device": name, "results": results}
+    about = made_by("python -m benchmarks.context_parallel " + " ".join(sys.argv[1:]), on_cpu=device.type == "cpu") | {
+        "results": results
+    }
     (out / "context_parallel.json").write_text(json.dumps(about, indent=1) + "\n")
     (out / "context_parallel.md").write_text("\n".join(table(results)) + "\n")
 

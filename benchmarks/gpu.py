@@ -13,9 +13,7 @@ not answer within its time box is killed and listed as such. Results are on disk
 
 import argparse
 import json
-import os
 import platform
-import subprocess
 import sys
 import tempfile
 import time
@@ -29,6 +27,7 @@ from benchmarks import gpu_report
 from benchmarks.gpu_cases import CASES, SHAPES
 from benchmarks.gpu_child import Child
 from benchmarks.gpu_worker import DECODE, milliseconds
+from fastweight.evaluation.provenance import commit
 
 BOX = 25.0  # seconds one measurement may take
 ROUNDS = 2
@@ -73,13 +72,12 @@ class Report:
 def machine() -> dict[str, str]:
     import triton
 
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
     return {
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "triton": triton.__version__,
         "python": platform.python_version(),
-        "commit": os.environ.get("COMMIT") or commit or "unknown",
+        "commit": commit(),
         "command": "python -m benchmarks.gpu " + " ".join(sys.argv[1:]),
     }
 
