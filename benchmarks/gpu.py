@@ -13,7 +13,9 @@ not answer within its time box is killed and listed as such. Results are on disk
 
 import argparse
 import json
+import os
 import platform
+import subprocess
 import sys
 import tempfile
 import time
@@ -25,7 +27,7 @@ import torch
 
 from benchmarks import gpu_report
 from benchmarks.gpu_cases import CASES, SHAPES
-from benchmarks.gpu_child import Child
+from benchmarks.gpu_child import CACHES, WORKER, Child
 from benchmarks.gpu_worker import DECODE, milliseconds
 from fastweight.evaluation.provenance import commit
 
@@ -169,6 +171,20 @@ def run(children: list[Child], report: Report, end: float) -> None:
         run_round(ready[::-1], children, report, end)
 
 
+def first_calls_alone(labels: Iterable[str], report: Report) -> None:
+    """Seconds of the first forward and backward in a fresh process with nothing compiled, while nothing else runs."""
+    alone = report.found.setdefault("first_call_alone_s", {})
+    for label in labels:
+        with tempfile.TemporaryDirectory() as cache:
+            environment = os.environ | dict.fromkeys(CACHES, cache)
+            ended = subprocess.run(
+                [*WORKER, "first", label], capture_output=True, text=True, env=environment, check=False
+            )
+        said = [json.loads(line[1:]) for line in ended.stdout.splitlines() if line.startswith("@")]
+        alone |= {one["label"]: one["seconds"] for one in said}
+        report.tell(f"first call of {label}: {alone.get(label, float('nan')):.1f} s")
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Times the GPU kernels beside their peers.")
     parser.add_argument("--out", type=Path, default=Path("results/kernels"), help="folder for JSON, tables and picture")
@@ -178,6 +194,7 @@ def main(arguments: list[str] | None = None) -> None:
         "--tuned", nargs="*", type=int, default=range(len(SHAPES)), help="of these, where libraries that tune are timed"
     )
     parser.add_argument("--seconds", type=float, default=600, help="deadline; what is not done by then is left out")
+    parser.add_argument("--first", action="store_true", help="then the first call of each op of ours, one at a time")
     parser.add_argument(
         "--redraw", action="store_true", help="only make tables and picture again, from the JSON in --out"
     )
@@ -198,6 +215,8 @@ def main(arguments: list[str] | None = None) -> None:
         finally:
             for child in children:
                 child.close()
+        if chosen.first:
+            first_calls_alone([name for name in chosen.only if name in CASES and not CASES[name].peer], report)
     gpu_report.write(chosen.out, report.found)
 
 

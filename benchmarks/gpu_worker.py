@@ -251,13 +251,16 @@ def decode() -> None:
 
 
 def main() -> None:
-    """[tune | later] LABEL NUMBERS: only tune a case at these shapes, or serve it, at once or after a first line."""
+    """[first | tune | later] LABEL NUMBERS: only a first call; only tune a case at these shapes; or serve it, at once
+    or after a first line."""
     words = sys.argv[1:]
-    when = words.pop(0) if words[0] in ("tune", "later") else ""
+    when = words.pop(0) if words[0] in ("first", "tune", "later") else ""
     label, *numbers = words
     shapes = [SHAPES[int(number)] for number in numbers]
     if label == DECODE:
         decode()
+    elif when == "first":
+        first_call(CASES[label])
     elif when == "tune":
         tune(CASES[label], CASES[label].make(), shapes)
     elif not when or wait():

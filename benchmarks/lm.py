@@ -9,13 +9,16 @@
 Every case is a process (`lm_worker`). Several import and compile at the same time, since that is most of what they do;
 while one of them measures, all the others of the lane are stopped (SIGSTOP), so that nobody else uses the device. A
 case that takes too long is killed and listed as failed; results are written as they come. Cases joined by " + " share
-a process, and what it compiles.
+a process, and what it compiles. A name that ends in "+unproven" is measured with FASTWEIGHT_UNPROVEN=1. FLA's model is
+left out where FLA cannot be imported. Ended (SIGTERM), it ends its workers and writes the report of what there is.
 
 Traps: seconds to the first step are an upper bound, since other cases compile and measure meanwhile; run one case alone
 for a user's. Kernel and compiler caches are new for each run unless --keep-caches.
 """
 
 import argparse
+import contextlib
+import importlib.util
 import json
 import os
 import selectors
@@ -29,16 +32,17 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks.lm_report import write_report
+from benchmarks.lm_report import UNPROVEN, write_report
 
 WANTED = ("falcon-1.3", "fla", "llama", "transformer")  # what the targets compare; the rest after them
 OTHERS = (
-    "gated-deltanet", "falcon-1a.3", "falcon-3a.3", "falcon-2a.3", "retnet", "mamba2", "deltanet", "falcon-2.3",
-    "falcon-3.3", "falcon-1a.1", "falcon-1a.2",
+    "gated-deltanet", "falcon-1a.3", "falcon-3a.3", "falcon-2a.3", "retnet", "mamba2", "deltanet",
+    f"falcon-2.3{UNPROVEN}", f"falcon-3.3{UNPROVEN}", "falcon-1a.1", "falcon-1a.2", f"falcon-1a.3{UNPROVEN}",
 )  # fmt: skip
+MIXERS = tuple(name for name in OTHERS if name not in ("falcon-1a.1", "falcon-1a.2", f"falcon-1a.3{UNPROVEN}"))
 LONG = (*WANTED, "gated-deltanet")
 HOST = "train falcon-1.3 1 64"  # so little work that the time of a step is that of the host
-PLACES = "1,64 1024,32768"
+PLACES, SHORT = "1,64 1024,32768", "1,64 1024"
 AT_ONCE = 6
 STARTING, FLA_STARTING, TRAINED, DECODED = 60, 130, 6, 12  # estimated seconds: to be ready, and to measure
 JOINED = " + "
@@ -48,19 +52,35 @@ WORKER = (sys.executable, "-m", "benchmarks.lm_worker")
 def lanes() -> tuple[list[str], list[str]]:
     """The cases of two GPUs, in the order of their worth: what a full time box cuts off stands last. The first lane has
     sequences of 1,024; FLA's model has one process for everything, because its kernels tune for minutes, and so stands
-    in the second."""
+    in the second. Whatever the targets do not name decodes after short prompts only."""
     trained = [f"train {name} 32 1024" for name in (*WANTED, *OTHERS) if name != "fla"]
     trained.insert(len(WANTED), HOST)
     fla = JOINED.join(["train fla 32 1024", "train fla 2 16384", f"decode fla {PLACES}"])
     ours = [name for name in LONG if name != "fla"]
-    return trained, [fla, *(f"train {name} 2 16384" for name in ours), *(f"decode {name} {PLACES}" for name in ours)]
+    long = [f"train {name} 2 16384" for name in ours]
+    decoding = [f"decode {name} {PLACES}" for name in ours]
+    return trained, [fla, *long, *decoding, *(f"decode {name} {SHORT}" for name in MIXERS if name not in ours)]
+
+
+def without_fla(cases: list[str]) -> list[str]:
+    """The cases that need no package that is missing."""
+    if importlib.util.find_spec("fla") is not None:
+        return cases
+    print("FLA cannot be imported: its model is left out", flush=True)
+    return [case for case in cases if " fla " not in case]
 
 
 def estimate(case: str) -> tuple[int, int]:
     """Seconds until a case is ready to be measured, while others start beside it, and seconds that it measures."""
     parts = case.split(JOINED)
-    measured = sum(TRAINED if part.startswith("train") else DECODED for part in parts)
+    measured = sum(TRAINED if part.startswith("train") else DECODED * len(places_of(part)) // 4 for part in parts)
     return FLA_STARTING if " fla " in parts[0] else STARTING, measured
+
+
+def places_of(case: str) -> list[tuple[str, str]]:
+    """Batch and length of each row that a case makes."""
+    batches, lengths = (text.split(",") for text in case.split()[2:])
+    return [(batch, length) for length in lengths for batch in batches]
 
 
 def announce(cases: list[str], limit: float) -> None:
@@ -110,7 +130,18 @@ def start(case: str, profile: str | None, caches: str) -> Worker:
 
 def run(cases: list[str], limit: float, box: float, profile: str | None, caches: str, done: Any) -> None:
     """All cases within `limit` seconds, each within `box`; `done(row)` hears of each as it ends."""
-    waiting, active, end = list(cases), [], time.monotonic() + limit
+    waiting, active = list(cases), []
+    try:
+        _run(waiting, active, time.monotonic() + limit, box, profile, caches, done)
+    finally:
+        for worker in active:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(worker.process.pid, signal.SIGKILL)
+
+
+def _run(
+    waiting: list[str], active: list[Worker], end: float, box: float, profile: str | None, caches: str, done: Any
+) -> None:
     selector = selectors.DefaultSelector()
     while waiting or active:
         while waiting and len(active) < AT_ONCE and time.monotonic() < end - 25:
@@ -280,14 +311,16 @@ def main(arguments: list[str] | None = None) -> None:
     if not chosen.report_only:
         halves = lanes()
         cases = [*halves[0], *halves[1]] if chosen.lane is None else halves[chosen.lane]
-        cases = chosen.cases or cases
+        cases = chosen.cases or without_fla(cases)
         if chosen.rehearse:
             os.environ["LM_REHEARSE"] = "1"
         announce(cases, chosen.limit)
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # a KeyboardInterrupt
         with tempfile.TemporaryDirectory() as fresh:
             done = Collected(chosen.out, chosen.add)
             caches = str(chosen.keep_caches or fresh)
-            run(cases, chosen.limit, chosen.box, chosen.profile, caches, done)
+            with contextlib.suppress(KeyboardInterrupt):
+                run(cases, chosen.limit, chosen.box, chosen.profile, caches, done)
     for file in write_report(chosen.out):
         print(file)
 

@@ -1,9 +1,11 @@
 """How far rounding drifts along a very long sequence: `python -m benchmarks.long_context`.
 
     results/long-context/drift.json, drift.png     relative error of outputs and of the memory, by position and rule
+    --merge A/drift.json B/drift.json              one file and picture of several runs, of a rule each
 
 One head of one sequence is read segment by segment, the State carried on, once in bfloat16 by the path that training
-takes (kernels on a GPU, float32 arithmetic on a CPU) and once in float64 from the same rounded inputs. A memory that
+takes (kernels on a GPU, and nothing else there; float32 arithmetic on a CPU) and once in float64 from the same rounded
+inputs. Which kernels of the kind that has to be asked for (FASTWEIGHT_UNPROVEN) stands with each rule. A memory that
 accumulated errors would show a line that rises. The judge in float64 is the chunk form, because a million tokens one by
 one take minutes; on the first JUDGED tokens it must equal the recurrence itself. Traps: inputs are drawn segment by
 segment from one generator, so the sequence can be as long as one likes; carries go up to 1 - 1e-4, so that a memory
@@ -12,6 +14,7 @@ reaches ten thousand tokens back.
 
 import argparse
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -22,6 +25,7 @@ from torch import Tensor
 
 import fastweight as fw
 from fastweight.evaluation.provenance import made_by
+from fastweight.kernels import unproven
 
 SEED = 0
 JUDGED, SAME = 1024, 1e-11
@@ -60,14 +64,18 @@ def judged(rule: fw.Rule, inputs: list[Tensor]) -> float:
 
 def drift(rule: fw.Rule, T: int, length: int, K: int, V: int, device: Any, limit: float) -> dict[str, Any]:
     """Errors of outputs and memory at the end of every segment; stops after `limit` seconds."""
-    found: dict[str, Any] = {"rule": rule.name, "position": [], "o": [], "S": []}
+    found: dict[str, Any] = {"rule": rule.name, "unproven": os.environ.get(unproven.SWITCH, "0")}
+    found |= {"position": [], "o": [], "S": []}
+    backend = "triton" if device == "cuda" else "auto"
     state = exact_state = None
     begun = told = time.monotonic()
     for turn, inputs in enumerate(segments(rule, T, length, K, V, device), 1):
         with torch.no_grad():
             if turn == 1:
                 found["judge"] = judged(rule, inputs)
-            o, state = fw.fast_weight_attention(*inputs, rule=rule, initial_state=state, output_final_state=True)
+            o, state = fw.fast_weight_attention(
+                *inputs, rule=rule, initial_state=state, output_final_state=True, backend=backend
+            )
             exact, exact_state = fw.fast_weight_attention(
                 *(t.double() for t in inputs),
                 rule=rule,
@@ -115,6 +123,12 @@ def draw(about: dict[str, Any], directory: Path) -> None:
     picture(about["results"], directory / "drift.png", f"Error against float64: {path}")
 
 
+def write(about: dict[str, Any], directory: Path) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "drift.json").write_text(json.dumps(about) + "\n")
+    draw(about, directory)
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rules", default=",".join(fw.RULES))
@@ -124,9 +138,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--limit", type=float, default=600, help="seconds for a rule; it then stops where it is")
     parser.add_argument("--out", type=Path, default=Path("results/long-context"))
     parser.add_argument("--draw-only", action="store_true", help="the picture again, from the JSON")
+    parser.add_argument("--merge", type=Path, nargs="*", default=[], help="JSON files that become one; measure nothing")
     chosen = parser.parse_args(arguments)
     if chosen.draw_only:
         return draw(json.loads((chosen.out / "drift.json").read_text()), chosen.out)
+    if chosen.merge:
+        parts = [json.loads(path.read_text()) for path in chosen.merge]
+        return write(parts[0] | {"results": [result for part in parts for result in part["results"]]}, chosen.out)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     results = []
     for name in chosen.rules.split(","):
@@ -135,11 +153,8 @@ def main(arguments: list[str] | None = None) -> None:
         )
         last = {key: f"{results[-1][key][-1]:.2e}" for key in ("o", "S")}
         print(f"{name}: after {results[-1]['position'][-1]:,} tokens {last}", flush=True)
-        chosen.out.mkdir(parents=True, exist_ok=True)
         made = made_by("python -m benchmarks.long_context " + " ".join(arguments or sys.argv[1:]))
-        about = {"made": made, "device": device, "width": chosen.width, "results": results}
-        (chosen.out / "drift.json").write_text(json.dumps(about) + "\n")
-        draw(about, chosen.out)
+        write({"made": made, "device": device, "width": chosen.width, "results": results}, chosen.out)
     return None
 
 

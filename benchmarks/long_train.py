@@ -18,9 +18,13 @@ to train on are drawn from what is before it, several times over when there is l
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -29,6 +33,8 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from fastweight.evaluation.provenance import made_by
 
 SEGMENT, CHUNK, WARM, AGREES = 65_536, 8192, 3, 1e-2
 SETTINGS = ("training.precision=bf16-weights", "engine.gradient_checkpointing=true")
@@ -62,7 +68,9 @@ class Stepper:
 
 
 def learn(model: Any, ids: Tensor, seconds: float, rows: int, length: int, rate: float) -> dict[str, Any]:
-    """Some training on short rows: what was seen, and the loss at the end."""
+    """Some training on short rows, which need no checkpoints: what was seen, and the loss at the end."""
+    disable = getattr(model, "activation_checkpointing_disable", None) or model.gradient_checkpointing_disable
+    disable()  # the second is its name before transformers 5.24
     step, random = Stepper(model, rate), torch.Generator().manual_seed(0)
     begun, count, loss = time.monotonic(), 0, torch.zeros(())
     offsets = torch.arange(length)
@@ -188,32 +196,33 @@ def worker(chosen: argparse.Namespace, recipe: str) -> None:
         say("read", **read(model, held_out, length, min(chosen.segment, length // 2), chosen.learn_tokens))
 
 
-def run(chosen: argparse.Namespace, recipe: str, words: list[str]) -> list[dict[str, Any]]:
-    """The rows of one recipe's process; the last says so when it failed or took too long."""
+def run(chosen: argparse.Namespace, recipe: str, words: list[str], heard: Callable[[dict[str, Any]], None]) -> None:
+    """Hands out the rows of one recipe's process as they come; the last says so when it failed or took too long."""
     command = [sys.executable, "-m", "benchmarks.long_train", "--worker", recipe, *words]
     environment = os.environ | {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "PYTHONUNBUFFERED": "1"}
-    rows: list[dict[str, Any]] = []
     log = chosen.out / f"{recipe}.log"
-    with (
-        log.open("w") as errors,
-        subprocess.Popen(
-            ["timeout", "-k", "3", str(chosen.limit), *command],
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            env=environment,
-            text=True,
-        ) as process,
-    ):
+    with log.open("w") as errors:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, env=environment, text=True)
+        timer = threading.Timer(chosen.limit, process.kill)
+        timer.start()
         assert process.stdout is not None, "a pipe was asked for"
-        for line in process.stdout:
-            print(line.rstrip()[:2000], flush=True)
-            rows += [json.loads(line[1:])] if line.startswith("@") else []
-    if process.returncode:
-        reason = f"exit code {process.returncode}: {log.read_text()[-1500:]}"
-        rows.append({"recipe": recipe, "part": "failed", "reason": reason})
+        try:
+            for line in process.stdout:
+                print(line.rstrip()[:2000], flush=True)
+                if line.startswith("@"):
+                    heard(json.loads(line[1:]))
+        except KeyboardInterrupt:
+            process.kill()
+            raise
+        finally:
+            code, late = process.wait(), timer.finished.is_set()
+            timer.cancel()
+            process.stdout.close()
+    if code:
+        reason = f"{'out of time: ' if late else ''}exit code {code}: {log.read_text()[-1500:]}"
+        heard({"recipe": recipe, "part": "failed", "reason": reason})
         print(reason, flush=True)
     log.unlink()
-    return rows
 
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
@@ -292,13 +301,21 @@ def main(arguments: list[str] | None = None) -> None:
                 print(recipe, planned(recipe, length, chosen.set), flush=True)
         return None
     if chosen.draw_only:
-        return draw(json.loads((chosen.out / "long_train.json").read_text()), chosen.out / "long_train.png")
+        return draw(json.loads((chosen.out / "long_train.json").read_text())["rows"], chosen.out / "long_train.png")
     chosen.out.mkdir(parents=True, exist_ok=True)
+    file = chosen.out / "long_train.json"
+    made = made_by("python -m benchmarks.long_train " + " ".join(words))
     rows: list[dict[str, Any]] = []
-    for recipe in chosen.recipes.split(","):
-        rows += run(chosen, recipe, words)
-        (chosen.out / "long_train.json").write_text(json.dumps(rows, indent=1) + "\n")
-        draw(rows, chosen.out / "long_train.png")
+
+    def heard(row: dict[str, Any]) -> None:
+        rows.append(row)
+        file.write_text(json.dumps({"made": made, "rows": rows}, indent=1) + "\n")
+
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a KeyboardInterrupt: what there is, is shown
+    with suppress(KeyboardInterrupt):
+        for recipe in chosen.recipes.split(","):
+            run(chosen, recipe, words, heard)
+    draw(rows, chosen.out / "long_train.png")
     print("\n".join(table(rows)), flush=True)
     return None
 

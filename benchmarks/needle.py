@@ -1,6 +1,7 @@
 """Recall against distance: pairs hidden in filler, asked for at the end: `python -m benchmarks.needle`.
 
     results/long-context/needle.json, needle.png     share of right answers by distance, for each model
+    --merge A/needle.json B/needle.json              one file and picture of several runs, of a model each
 
 A row of T tokens is filler; N keys, each followed by its value, stand at random places, and the last 2 N tokens ask for
 every key once: the token after a question is to be the key's value. Small models are trained on --tokens with distances
@@ -89,7 +90,7 @@ def model_of(mixer: str, width: int, layers: int) -> Any:
 def train(model: Any, tokens: int, rows: int, steps: int, rate: float, limit: float) -> dict[str, Any]:
     """AdamW with warm-up and cosine on fresh rows, until `steps` or `limit` seconds; how far it came."""
     device = next(model.parameters()).device
-    optimizer = torch.optim.AdamW(parameter_groups(model, Optimizer(learning_rate=rate)), betas=(0.9, 0.95))
+    optimizer = torch.optim.AdamW(parameter_groups(model, Optimizer(learning_rate=rate)), betas=(0.9, 0.95), fused=True)
     random, begun = torch.Generator().manual_seed(1), time.monotonic()
     warm, told, loss, step = max(steps // 20, 1), begun, torch.zeros(()), 0
     for step in range(1, steps + 1):
@@ -158,6 +159,12 @@ def draw_curves(results: list[dict[str, Any]], tokens: int, path: Path) -> None:
     plt.close(figure)
 
 
+def write(found: dict[str, Any], directory: Path) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "needle.json").write_text(json.dumps(found, indent=1) + "\n")
+    draw_curves(found["results"], found["tokens"], directory / "needle.png")
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--models", default="falcon-1.3,falcon-1a.3")
@@ -173,10 +180,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--limit", type=float, default=600, help="seconds of training for each model")
     parser.add_argument("--out", type=Path, default=Path("results/long-context"))
     parser.add_argument("--draw-only", action="store_true", help="the picture again, from the JSON")
+    parser.add_argument("--merge", type=Path, nargs="*", default=[], help="JSON files that become one; train nothing")
     chosen = parser.parse_args(arguments)
     if chosen.draw_only:
         found = json.loads((chosen.out / "needle.json").read_text())
         return draw_curves(found["results"], found["tokens"], chosen.out / "needle.png")
+    if chosen.merge:
+        parts = [json.loads(path.read_text()) for path in chosen.merge]
+        return write(parts[0] | {"results": [result for part in parts for result in part["results"]]}, chosen.out)
     device, results = "cuda" if torch.cuda.is_available() else "cpu", []
     for name in chosen.models.split(","):
         model = model_of(name, chosen.width, chosen.layers).to(device).train()
@@ -184,11 +195,9 @@ def main(arguments: list[str] | None = None) -> None:
         curve = recall(model, chosen.longest, chosen.problems, chosen.test_rows)
         results.append({"model": name} | seen | {"curve": curve})
         print(name, seen, " ".join(f"{point['distance']}: {point['right']:.2f}" for point in curve), flush=True)
-        chosen.out.mkdir(parents=True, exist_ok=True)
-        about = {"made": made_by("python -m benchmarks.needle " + " ".join(arguments or sys.argv[1:]))}
-        sizes = about | {"tokens": chosen.tokens, "width": chosen.width, "layers": chosen.layers, "device": device}
-        (chosen.out / "needle.json").write_text(json.dumps(sizes | {"results": results}, indent=1) + "\n")
-        draw_curves(results, chosen.tokens, chosen.out / "needle.png")
+        made = made_by("python -m benchmarks.needle " + " ".join(arguments or sys.argv[1:]))
+        sizes = {"tokens": chosen.tokens, "width": chosen.width, "layers": chosen.layers, "device": device}
+        write({"made": made} | sizes | {"results": results}, chosen.out)
     return None
 
 

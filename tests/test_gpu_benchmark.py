@@ -85,6 +85,9 @@ WORKER = """
 import json, sys, time
 label = sys.argv[1]
 say = lambda **what: print("@" + json.dumps(what), flush=True)
+if label == "first":
+    say(kind="first", label=sys.argv[2], seconds=0.5)
+    raise SystemExit
 if label == "falcon-1a": raise SystemExit("broken on purpose")
 say(kind="first", label=label, seconds=1.5)
 shape = [64, 1024, 6, 128]
@@ -100,12 +103,13 @@ def test_one_bad_case_costs_one_row(tmp_path, monkeypatch):
     """A case that hangs is killed, one that breaks is reported, the rest is timed twice and written."""
     script = tmp_path / "worker.py"
     script.write_text(WORKER)
-    monkeypatch.setattr(gpu_child, "WORKER", (sys.executable, str(script)))
+    for module in (gpu, gpu_child):
+        monkeypatch.setattr(module, "WORKER", (sys.executable, str(script)))
     monkeypatch.setattr(gpu, "BOX", 2.0)
     monkeypatch.setattr(gpu, "ceilings", lambda: RATES)
     monkeypatch.setattr(gpu, "machine", lambda: dict.fromkeys(("device", "torch", "triton", "commit", "command"), "x"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    gpu.main(["--out", str(tmp_path), "--only", "falcon-1", "falcon-1a", "falcon-3a", "--shapes", "0"])
+    gpu.main(["--out", str(tmp_path), "--only", "falcon-1", "falcon-1a", "falcon-3a", "--shapes", "0", "--first"])
     found = json.loads((tmp_path / "gpu.json").read_text())
     rows = {row["op"]: row for row in found["rows"]}
     assert rows["falcon-1"]["train_ms"] == 2.5
@@ -114,9 +118,11 @@ def test_one_bad_case_costs_one_row(tmp_path, monkeypatch):
     assert "out of time" in rows["falcon-3a"]["failed"]
     assert rows["falcon-3a"]["errors"] == {"usual": {"o": 1e-3}}
     assert found["first_call_s"]["falcon-1"] == 1.5
+    assert found["first_call_alone_s"]["falcon-1"] == 0.5
     report = (tmp_path / "gpu.md").read_text()
     assert "| falcon-1 | 0.500" not in report
     assert "1.000" in report
+    assert "| falcon-1 | 1.5 | 0.5 |" in report
     assert "broken on purpose" in report
     assert (tmp_path / "roofline.png").stat().st_size > 10_000
 
