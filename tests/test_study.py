@@ -12,10 +12,12 @@ from test_cli import run_main
 
 from fastweight.evaluation.checkpoint import checkpoint_of, load_model
 from fastweight.evaluation.outcomes import Outcome, Scoring
+from fastweight.models.cost import state_bytes
 from fastweight.recipes import DrawnTask, load_recipe
 from fastweight.study import workers
+from fastweight.study.effects import comparisons, paired
 from fastweight.study.plan import Study, load_study, study_names
-from fastweight.study.report import difference, page, paired, spread, write_study
+from fastweight.study.report import difference, page, spread, write_study
 from fastweight.study.runner import add_known, member_dir, read_outcomes, run_study
 from fastweight.tasks.scoring import all_hits
 from fastweight.training.model import config_of
@@ -110,6 +112,24 @@ def test_differences_are_taken_seed_by_seed():
     assert difference([]) == "-"
     assert spread([0.5]) == "50.0"
     assert spread([0.4, 0.6]) == "50.0 ± 14.1"
+
+
+def test_variants_of_a_name_are_compared_within_it():
+    square = list(load_study("pairing-falcon-1").arms)
+    assert [words for words, _, _ in comparisons(square)] == [
+        "next: before against after",
+        "same: before against after",
+        "after: same against next",
+        "before: same against next",
+    ]
+    assert comparisons(["a", "a, x", "b, x", "b, y", "c, x"]) == [
+        ("a: x", "a, x", "a"),
+        ("b: y against x", "b, y", "b, x"),
+    ]
+    assert comparisons(["a", "b"]) == []
+    study = Study("a", "b", "parity-tiny", {"m, 1": [], "m, 2": ["model.mixer=mamba2"], "n, 2": []}, "m, 1", seeds=2)
+    runs = [outcome("m, 1", 0, 0.5, 0.25), outcome("m, 2", 0, 0.5, 0.35), outcome("m, 2", 1, 0.5, 1.0)]
+    assert "| m: 2 against 1 | 1 | +0.0 | +10.0 |" in page(study, runs, [], "x.png")
 
 
 def test_a_page_says_what_is_missing():
@@ -275,3 +295,18 @@ def test_a_report_holds_every_section_the_papers_figures_and_what_is_open(tmp_pa
     assert "no figure of ours for transformer" not in told
     page = (tmp_path / "report.html").read_text()
     assert page.count("data:image/png;base64,") == 2
+
+
+def test_arms_that_differ_in_the_size_of_their_state_are_drawn_over_it(tmp_path):
+    """And their states are told of; a state is that of the model which was scored."""
+    arms = {f"{name}, {width}": [f"model.key_dim={width}"] for name in ("falcon-1", "retnet") for width in (8, 16)}
+    study = Study("widths", "", "parity-tiny", arms, next(iter(arms)), seeds=1)
+    runs = [replace(outcome(arm, 0, 0.5, 0.25), cost={"state_bytes": 1500 * (1 + i)}) for i, arm in enumerate(arms)]
+    _, told, drawn = write_study(study, runs, tmp_path, [])
+    assert "| retnet, 8 | 1 | 1,000 | 4.5 | 50.0 |" in told.read_text()
+    over_states = drawn.read_bytes()
+    runs = [replace(run, cost={}) for run in runs]
+    assert over_states != write_study(study, runs, tmp_path, [])[2].read_bytes()
+    small = Study("one", "", "parity-tiny", {"falcon-1": ARMS["falcon-1"]}, "falcon-1", SMALL, 1)
+    (run,) = run_study(small, tmp_path / "out", workers=1, say=str)
+    assert run.cost["state_bytes"] == state_bytes(config_of(small.run("falcon-1", 0)), 5)

@@ -13,6 +13,7 @@ from fastweight.evaluation.addition import find_checkpoint
 from fastweight.evaluation.checkpoint import load_model
 from fastweight.evaluation.course import course_of
 from fastweight.evaluation.text_outcomes import TextOutcome, text_outcome_of
+from fastweight.models.cost import state_bytes
 from fastweight.recipes import AdditionTask, DrawnTask, TextTask
 from fastweight.tasks.addition import held_out
 from fastweight.tasks.scoring import all_hits, generated_hits, score
@@ -49,7 +50,7 @@ class Outcome:
         sizes: of the test.
         count: problems of each size.
         shares: measure -> share right at each size.
-        curve, cost: see `course_of`.
+        curve, cost: see `course_of`; state_bytes in the cost is what one training sequence carries in a bfloat16 model.
     """
 
     arm: str
@@ -94,10 +95,14 @@ def outcome_of(run_dir: Path, arm: str, seed: int, scoring: Scoring | None = Non
     model = load_model(checkpoint)
     count = sum(p.numel() for p in model.parameters())
     if isinstance(task, AdditionTask):
-        trained, sizes, shares = task.train_widths, *_addition(model, task, scoring)
+        trained, longest = task.train_widths, 3 * task.train_widths[1] + 3
+        sizes, shares = _addition(model, task, scoring)
     else:
-        trained, sizes, shares = task.train_sizes, *_drawn(model, task, scoring)
-    return Outcome(arm, seed, mixer, count, trained, sizes, task.test_problems, shares, *course_of(run_dir))
+        trained, longest = task.train_sizes, task.longest
+        sizes, shares = _drawn(model, task, scoring)
+    curve, cost = course_of(run_dir)
+    cost["state_bytes"] = state_bytes(model.config, longest)
+    return Outcome(arm, seed, mixer, count, trained, sizes, task.test_problems, shares, curve, cost)
 
 
 def _addition(model: Any, task: AdditionTask, scoring: Scoring) -> tuple[list[int], dict[str, list[float]]]:

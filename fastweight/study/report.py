@@ -12,7 +12,8 @@ from typing import TypeVar
 from fastweight.evaluation.outcomes import Outcome, TextOutcome
 from fastweight.evaluation.page import findings, markdown_table
 from fastweight.files import write_json, write_text
-from fastweight.study import figures
+from fastweight.study import effects, figures
+from fastweight.study.effects import paired
 from fastweight.study.plan import Study
 
 STUDY = "study.json"
@@ -38,13 +39,6 @@ def spread(values: Sequence[float]) -> str:
     return figures.spread([100 * value for value in values], 1)
 
 
-def paired(ours: Sequence[Outcome], theirs: Sequence[Outcome], measure: str, longer: bool) -> list[float]:
-    """Differences of the means of two arms, seed by seed, for the seeds that both have."""
-    known = {o.seed: o.mean(measure, longer) for o in theirs}
-    pairs = [(o.mean(measure, longer), known.get(o.seed)) for o in ours]
-    return [a - b for a, b in pairs if a is not None and b is not None]
-
-
 def difference(values: Sequence[float]) -> str:
     """Mean difference and its standard error in points; a dash without any."""
     return figures.difference([100 * value for value in values], 1)
@@ -52,12 +46,15 @@ def difference(values: Sequence[float]) -> str:
 
 def summary_table(study: Study, groups: Mapping[str, Sequence[Outcome]], measure: str) -> str:
     """A row for each arm: seeds, parameters, mean inside and beyond the training sizes, difference from `against`."""
-    beyond = any(o.mean(measure, True) is not None for group in groups.values() for o in group)
-    head = ["arm", "seeds", "parameters", "training sizes %"]
+    beyond = _beyond(groups, measure)
+    states = {arm: group[0].cost["state_bytes"] for arm, group in groups.items() if "state_bytes" in group[0].cost}
+    head = ["arm", "seeds", "parameters", *["state KB"] * bool(states), "training sizes %"]
     head += ["longer %"] * beyond + [f"against {study.against}, by seed"]
     rows = []
     for arm, group in groups.items():
-        row = [arm, str(len(group)), f"{group[0].num_parameters:,}", _mean_of(group, measure, False)]
+        row = [arm, str(len(group)), f"{group[0].num_parameters:,}"]
+        row += [f"{states[arm] / 1000:,.1f}" if arm in states else "-"] * bool(states)
+        row.append(_mean_of(group, measure, False))
         row += [_mean_of(group, measure, True)] * beyond
         others = groups.get(study.against, [])
         row.append("" if arm == study.against else difference(paired(group, others, measure, beyond)))
@@ -75,6 +72,10 @@ def size_table(groups: Mapping[str, Sequence[Outcome]], measure: str) -> str:
         for arm, group in groups.items()
     ]
     return markdown_table(["arm", *map(str, sizes)], rows)
+
+
+def _beyond(groups: Mapping[str, Sequence[Outcome]], measure: str) -> bool:
+    return any(o.mean(measure, True) is not None for group in groups.values() for o in group)
 
 
 def _mean_of(group: Sequence[Outcome], measure: str, longer: bool) -> str:
@@ -114,6 +115,7 @@ def _tables(study: Study, outcomes: Sequence[Outcome]) -> list[str]:
         parts += [
             f"## {MEASURES[measure].capitalize()}",
             summary_table(study, groups, measure),
+            effects.table(list(study.arms), groups, measure, _beyond(groups, measure)),
             size_table(groups, measure),
         ]
     return [
