@@ -3,12 +3,15 @@
     eta, gamma from the window's energy E (section 3 of the paper); E its mean, or the top eigenvalue of its Gram matrix
     S_t = gamma S + sum_r x_r (eta / B .* (y_r - [regression] S^T x_r))^T        o = S_t^T q, or S^T q
 
-A program holds all K rows of BV columns of one head's state in registers, so the state is read and written once and
-nothing else is worth counting. Gains and carries are per head or per column; both are one broadcast here.
+A program of `step` holds all K rows of BV columns of one head's state in registers, so the state is read and written
+once and nothing else is worth counting. Gains and carries are per head or per column; both are one broadcast here. Only
+the top eigenvalue of a regression's window comes from a kernel before it: found by one warp a head there, in every
+program of `step` it would be a chain of barriers, which takes longer than the state.
 
-Traps: the state may be its own successor (the same tensors in and out). S is safe then, each tile has one reader; keys,
-tails and flags are read by many programs, so the last one of a sequence to have read them moves them, found by a ticket
-that it sets back to 0. A token without a pair may hold NaN everywhere but in q: it is blanked when loaded.
+Traps: the state may be its own successor (the same tensors in and out). S and the tail's targets are safe then, each
+tile has one reader; keys, the tail's keys and flags are read by many programs, so the last one of a sequence to have
+read them moves them, found by a ticket that it sets back to 0. A token without a pair may hold NaN everywhere but in q:
+it is blanked when loaded.
 """
 
 # pyright: basic, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
@@ -22,6 +25,7 @@ from fastweight.kernels.gates import step_sizes
 
 SQUARINGS = tl.constexpr(17)
 ELEMENTS = tl.constexpr(2048)
+STRIP = tl.constexpr(32)  # key columns of a window at a time
 
 
 @triton.jit
@@ -43,26 +47,53 @@ def top_eigenvalue(gram, BR: tl.constexpr):
 
 
 @triton.jit
-def window_statistic(
-    x, tail_x, n, kh, ck, count, KH: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, WINDOW: tl.constexpr,
-    REGRESSION: tl.constexpr,
+def tail_rows(tail_x, n, kh, col, count, KH: tl.constexpr, K: tl.constexpr, WINDOW: tl.constexpr, BR: tl.constexpr):
+    """Some columns of the keys of a window's tail [BR, columns]: zeros where there is no pair, and for the newest."""
+    r = tl.arange(0, BR)
+    real = (r < WINDOW - 1) & (r >= WINDOW - 1 - count)
+    at = ((n * (WINDOW - 1) + r[:, None]) * KH + kh) * K + col[None, :]
+    return tl.load(tail_x + at, mask=real[:, None] & (col < K)[None, :], other=0.0)
+
+
+@triton.jit
+def mean_energy(
+    x, tail_x, n, kh, ck, count, KH: tl.constexpr, K: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """E of the window that ends with x: mean energy, or for a regression the top eigenvalue of the Gram over B."""
-    if WINDOW == 1:
-        return tl.sum(x * x)
+    """E of the inner product: of the window that ends with x."""
+    energy = tl.sum(x * x)
+    if WINDOW > 1:
+        rows = tail_rows(tail_x, n, kh, ck, count, KH, K, WINDOW, triton.next_power_of_2(WINDOW))
+        energy = (energy + tl.sum(rows * rows)) / tl.minimum(count + 1, WINDOW).to(tl.float32)
+    return energy
+
+
+@triton.jit(do_not_specialize=["row_k"])
+def window_energies(
+    k, unmasked, key0, has_key0, tail_x, count0, energies, row_k,
+    KH: tl.constexpr, K: tl.constexpr, WINDOW: tl.constexpr, SHIFT: tl.constexpr,
+):  # fmt: skip
+    """E of the regression, of one key head's window in one sequence: the top eigenvalue of its Gram matrix over B."""
+    pid = tl.program_id(0)
+    n, kh = (pid // KH).to(tl.int64), pid % KH
+    count = tl.load(count0 + n)
+    wrote = count >= 0
+    if unmasked is not None:
+        wrote = tl.load(unmasked + n) != 0
+    if SHIFT:
+        wrote = wrote & (tl.load(has_key0 + n) != 0)
+        newest = key0 + (n * KH + kh) * K
     else:
-        BR: tl.constexpr = triton.next_power_of_2(WINDOW)
-        r = tl.arange(0, BR)
-        real = (r < WINDOW - 1) & (r >= WINDOW - 1 - count)
-        at = ((n * (WINDOW - 1) + r[:, None]) * KH + kh) * K + ck[None, :]
-        rows = tl.load(tail_x + at, mask=real[:, None] & (ck < K)[None, :], other=0.0)
-        rows = tl.where((r == WINDOW - 1)[:, None], x[None, :], rows)
-        pairs = tl.minimum(count + 1, WINDOW).to(tl.float32)
-        if REGRESSION:
-            gram = tl.sum(rows[:, None, :] * rows[None, :, :], axis=2)
-            return top_eigenvalue(gram, BR) / pairs
-        else:
-            return tl.sum(rows * rows) / pairs
+        newest = k + n * row_k + kh * K
+    BR: tl.constexpr = triton.next_power_of_2(WINDOW)
+    last = (tl.arange(0, BR) == WINDOW - 1)[:, None]
+    gram = tl.zeros((BR, BR), tl.float32)
+    for start in tl.static_range(0, K, STRIP):
+        col = start + tl.arange(0, STRIP)
+        x = tl.load(newest + col, mask=(col < K) & wrote, other=0.0).to(tl.float32)
+        rows = tl.where(last, x[None, :], tail_rows(tail_x, n, kh, col, count, KH, K, WINDOW, BR))
+        gram += tl.sum(rows[:, None, :] * rows[None, :, :], axis=2)
+    pairs = tl.minimum(count + 1, WINDOW).to(tl.float32)
+    tl.store(energies + pid, top_eigenvalue(gram, BR) / pairs)
 
 
 @triton.jit
@@ -80,10 +111,10 @@ def shift_tail(old, new, newest, n, at, keep, wrote, count, SIZE: tl.constexpr, 
 
 @triton.jit
 def move_boundary(
-    k, v, key0, tail_x0, tail_y0, key1, has_key1, tail_x1, tail_y1, count1, n, row_k, row_v, real, held, wrote, count,
-    H: tl.constexpr, KH: tl.constexpr, K: tl.constexpr, V: tl.constexpr, WINDOW: tl.constexpr, SHIFT: tl.constexpr,
+    k, key0, tail_x0, key1, has_key1, tail_x1, count1, n, row_k, real, held, wrote, count,
+    KH: tl.constexpr, K: tl.constexpr, WINDOW: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
-    """Last key, its flag, and the window's tail of one sequence after this token; each element by one thread."""
+    """Last key, its flag, and the keys of the window's tail of one sequence after this token, by one thread each."""
     tl.store(has_key1 + n, (held | real).to(tl.uint8))
     count = tl.minimum(count + wrote.to(tl.int64), WINDOW - 1)
     tl.store(count1 + n, count)
@@ -98,23 +129,17 @@ def move_boundary(
                 newest = before
             shift_tail(tail_x0, tail_x1, newest, n, at, keep, wrote, count, KH * K, WINDOW - 1)
         tl.store(key1 + n * (KH * K) + at, tl.where(real, token, before), mask=keep)
-    if WINDOW > 1:
-        for start in range(0, H * V, ELEMENTS):
-            at = start + tl.arange(0, ELEMENTS)
-            keep = at < H * V
-            token = tl.load(v + n * row_v + at, mask=keep & real, other=0.0).to(tl.float32)
-            shift_tail(tail_y0, tail_y1, token, n, at, keep, wrote, count, H * V, WINDOW - 1)
 
 
 @triton.jit(do_not_specialize=["row_q", "row_k", "row_v"])
 def step(
-    q, k, v, beta, lam, unmasked, S0, key0, has_key0, tail_x0, tail_y0, count0,
+    q, k, v, beta, lam, unmasked, energies, S0, key0, has_key0, tail_x0, tail_y0, count0,
     o, S1, key1, has_key1, tail_x1, tail_y1, count1, tickets, row_q, row_k, row_v, eps, floor,
     H: tl.constexpr, KH: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     WINDOW: tl.constexpr, SHIFT: tl.constexpr, RAW: tl.constexpr, SCALED: tl.constexpr, DIRECT: tl.constexpr,
     COLUMN: tl.constexpr, REGRESSION: tl.constexpr, BEFORE: tl.constexpr,
 ):  # fmt: skip
-    """One token of BV value columns of one head of one sequence."""
+    """One token of BV value columns of one head of one sequence. energies: of `window_energies`, or None."""
     blocks: tl.constexpr = (V + BV - 1) // BV
     pid = tl.program_id(0)
     block = pid % blocks
@@ -152,7 +177,10 @@ def step(
     if RAW:
         carry = tl.exp(ridge)
     else:
-        energy = window_statistic(x, tail_x0, n, kh, ck, count, KH, K, BK, WINDOW, REGRESSION)
+        if energies is not None:
+            energy = tl.load(energies + n * KH + kh)
+        else:
+            energy = mean_energy(x, tail_x0, n, kh, ck, count, KH, K, WINDOW)
         gain, _ridge, _below, _alpha, carry, _open, _writes = step_sizes(
             energy, gain, ridge, wrote, eps, floor, SCALED, DIRECT
         )
@@ -163,14 +191,17 @@ def step(
     kept = S * carry
     if REGRESSION and RAW:
         S = kept  # the delta rules' residual is taken on the decayed state
+    targets = ()
     for r in tl.static_range(WINDOW - 1):
-        live = wrote & (r >= WINDOW - 1 - count)
+        there = r >= WINDOW - 1 - count
         place = n * (WINDOW - 1) + r
-        x_r = tl.load(tail_x0 + (place * KH + kh) * K + ck, mask=in_k & live, other=0.0)
-        y_r = tl.load(tail_y0 + (place * H + h) * V + cv, mask=in_v & live, other=0.0)
+        x_r = tl.load(tail_x0 + (place * KH + kh) * K + ck, mask=in_k & there & wrote, other=0.0)
+        y_r = tl.load(tail_y0 + (place * H + h) * V + cv, mask=in_v & there, other=0.0)
+        targets = targets + (y_r,)
         if REGRESSION:
             y_r -= tl.sum(S * x_r[:, None], axis=0)
         kept += x_r[:, None] * (gain * y_r)[None, :]
+    targets = targets + (y,)
     if REGRESSION:
         y -= tl.sum(S * x[:, None], axis=0)
     kept += x[:, None] * (gain * y)[None, :]
@@ -178,14 +209,19 @@ def step(
     tl.store(S1 + state, kept, mask=in_state)
     tl.store(o + (n * H + h) * V + cv, out.to(o.dtype.element_ty), mask=in_v)
     if tickets is not None:
-        # What the others read has arrived where it went into what they stored, so the count needs no fence, which would
-        # wait for those stores; the barrier is for the other warps of this program.
+        # All warps of this program have read what is overwritten below.
         tl.debug_barrier()
+    for r in tl.static_range(WINDOW - 1):
+        following = tl.where(wrote, targets[r + 1], targets[r])
+        here = r >= WINDOW - 1 - tl.minimum(count + wrote.to(tl.int64), WINDOW - 1)
+        tl.store(tail_y1 + ((n * (WINDOW - 1) + r) * H + h) * V + cv, tl.where(here, following, 0.0), mask=in_v)
+    if tickets is not None:
+        # What the others read has arrived where it went into what they stored, so the count needs no fence, which would
+        # wait for those stores.
         last = tl.atomic_add(tickets + n, 1, sem="relaxed") == blocks * H - 1
         if last:
             tl.store(tickets + n, 0)
     if last:
         move_boundary(
-            k, v, key0, tail_x0, tail_y0, key1, has_key1, tail_x1, tail_y1, count1, n, row_k, row_v,
-            real, held, wrote, count, H, KH, K, V, WINDOW, SHIFT,
+            k, key0, tail_x0, key1, has_key1, tail_x1, count1, n, row_k, real, held, wrote, count, KH, K, WINDOW, SHIFT,
         )  # fmt: skip

@@ -104,13 +104,22 @@ def _launch(given: tuple, old: Parts, new: Parts, tickets: Tensor | None, flags:
     gates = [None if gate is None else gate.contiguous() for gate in (beta, lam)]
     unmasked = None if mask is None else mask.contiguous().view(torch.uint8)
     eps, floor, shift, raw, scaled, direct, regression, before = flags
+    window = old.tail_x.shape[1] + 1
     if grid:
         with device_of(v):
+            energies = None
+            if regression and window > 1:
+                energies = torch.empty(B, KH, dtype=torch.float32, device=v.device)
+                start(
+                    decode.window_energies, (B * KH,),
+                    rows[1], unmasked, *old.pointers()[1:4], old.tail_count, energies, rows[1].stride(0),
+                    KH=KH, K=K, WINDOW=window, SHIFT=int(shift), num_warps=1,
+                )  # fmt: skip
             start(
                 decode.step, (grid,),
-                *rows, *gates, unmasked, *old.pointers(), o, *new.pointers(), tickets,
+                *rows, *gates, unmasked, energies, *old.pointers(), o, *new.pointers(), tickets,
                 *(row.stride(0) for row in rows), eps, floor, H=H, KH=KH, K=K, V=V,
-                WINDOW=old.tail_x.shape[1] + 1, SHIFT=int(shift), RAW=raw, SCALED=scaled, DIRECT=direct,
+                WINDOW=window, SHIFT=int(shift), RAW=raw, SCALED=scaled, DIRECT=direct,
                 COLUMN=beta is not None and beta.ndim == 3, REGRESSION=regression, BEFORE=before, **tile,
             )  # fmt: skip
     return o
