@@ -197,11 +197,11 @@ def step(
         place = n * (WINDOW - 1) + r
         x_r = tl.load(tail_x0 + (place * KH + kh) * K + ck, mask=in_k & there & wrote, other=0.0)
         y_r = tl.load(tail_y0 + (place * H + h) * V + cv, mask=in_v & there, other=0.0)
-        targets = targets + (y_r,)
+        targets = targets + (y_r,)  # noqa: RUF005 (Triton knows no star)
         if REGRESSION:
             y_r -= tl.sum(S * x_r[:, None], axis=0)
         kept += x_r[:, None] * (gain * y_r)[None, :]
-    targets = targets + (y,)
+    targets = targets + (y,)  # noqa: RUF005
     if REGRESSION:
         y -= tl.sum(S * x[:, None], axis=0)
     kept += x[:, None] * (gain * y)[None, :]
