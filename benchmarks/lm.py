@@ -35,11 +35,11 @@ from typing import Any
 from benchmarks.lm_report import UNPROVEN, write_report
 
 WANTED = ("falcon-1.3", "fla", "llama", "transformer")  # what the targets compare; the rest after them
-OTHERS = (
-    "gated-deltanet", "falcon-1a.3", "falcon-3a.3", "falcon-2a.3", "retnet", "mamba2", "deltanet",
-    f"falcon-2.3{UNPROVEN}", f"falcon-3.3{UNPROVEN}", "falcon-1a.1", "falcon-1a.2", f"falcon-1a.3{UNPROVEN}",
+MIXERS = (
+    "gated-deltanet", "falcon-1a.3", "falcon-3a.3", "falcon-2a.3", "retnet", "mamba2", "deltanet", "falcon-2.3",
+    "falcon-3.3",
 )  # fmt: skip
-MIXERS = tuple(name for name in OTHERS if name not in ("falcon-1a.1", "falcon-1a.2", f"falcon-1a.3{UNPROVEN}"))
+OTHERS = (*MIXERS, "falcon-1a.1", "falcon-1a.2", f"falcon-2a.3{UNPROVEN}")
 LONG = (*WANTED, "gated-deltanet")
 HOST = "train falcon-1.3 1 64"  # so little work that the time of a step is that of the host
 PLACES, SHORT = "1,64 1024,32768", "1,64 1024"
@@ -137,6 +137,7 @@ def run(cases: list[str], limit: float, box: float, profile: str | None, caches:
         for worker in active:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(worker.process.pid, signal.SIGKILL)
+            worker.process.wait()
 
 
 def _run(
@@ -191,8 +192,8 @@ def _tell(worker: Worker, done: Any) -> None:
     while worker.rows:
         row = worker.rows.pop(0)
         worker.measured.add(row.pop("case"))
-        print(json.dumps(row), flush=True)
         done(row)
+        print(json.dumps(row), flush=True)
 
 
 def _let_one_measure(active: list[Worker]) -> None:

@@ -191,7 +191,7 @@ def result(name: str, gpus: int, work: Path, codes: list[int]) -> dict[str, Any]
     path = work / name / "metrics.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
     lines = [line for line in lines if line["step"] <= STEPS]
-    if not lines or lines[-1]["step"] != STEPS:
+    if [line["step"] for line in lines] != [*range(EVERY, STEPS + 1, EVERY)]:
         return {"name": name, "failed": f"exit codes {codes}: {(work / f'{name}.log').read_text()[-3000:]}"}
     rates = [line["tokens_per_second"] for line in lines[len(lines) // 2 :]]
     told = work / f"{name}.gaps"
@@ -317,7 +317,7 @@ def main(arguments: list[str] | None = None) -> None:
         watched(running, work, chosen.limit - (time.monotonic() - began))
         codes = {name: [process.wait() for process in processes] for name, processes in running.items()}
         runs = [result(name, gpus_of(name, plan), work, codes[name]) for name in names]
-    print("\n".join(compared(runs)), flush=True)
+    print(f"all took {time.monotonic() - began:.0f} s", *compared(runs), sep="\n", flush=True)
     chosen.out.parent.mkdir(parents=True, exist_ok=True)
     chosen.out.write_text(json.dumps(runs, indent=1) + "\n")
     draw(runs, chosen.out.with_suffix(".png"))

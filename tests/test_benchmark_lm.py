@@ -1,6 +1,8 @@
 """The language-model benchmark without a GPU: cases take turns, failures and time boxes cost one case, reports read."""
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -73,7 +75,7 @@ def test_cases_take_turns_and_failures_cost_one_case(tmp_path: Path, monkeypatch
 def test_every_case_names_a_recipe_or_a_peer() -> None:
     cases = [case for half in lm.lanes() for joined in half for case in joined.split(lm.JOINED)]
     assert len(cases) == len(set(cases))
-    names = {case.split()[1] for case in cases}
+    names = {case.split()[1].removesuffix(lm_report.UNPROVEN) for case in cases}
     assert names - set(lm_report.PEERS) <= set(recipe_names())
     texts = {name for name in recipe_names() if load_recipe(name).task.kind == "text"}
     assert {name for name in texts if not name.startswith("lm-")} <= names
@@ -91,3 +93,44 @@ def test_what_is_wanted_most_comes_first_and_the_plan_says_when(capsys: pytest.C
     assert lines[4].startswith("about   90 s")
     assert lines[5].startswith("about  156 s")  # began at 66, stood still while four were measured
     assert lines[6].endswith("decode fla 1,64 1024,32768   beyond the limit")
+
+
+def test_fla_is_left_out_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    cases = [case for half in lm.lanes() for case in half]
+    for found, kept in ((object(), cases), (None, [case for case in cases if "decode fla" not in case])):
+        monkeypatch.setattr(lm.importlib.util, "find_spec", lambda name, found=found: found)
+        assert lm.without_fla(cases) == kept
+
+
+def test_an_end_from_outside_leaves_no_worker_and_a_report(tmp_path: Path) -> None:
+    fake = tmp_path / "fake.py"
+    fake.write_text(FAKE)
+    code = f"""
+import sys
+from benchmarks import lm
+lm.WORKER = (sys.executable, {str(fake)!r})
+lm.machine = lambda: {{"device": "none", "torch": "0", "commit": "x", "command": "python"}}
+start = lm.start
+def noted(*given):
+    worker = start(*given)
+    print("worker", worker.process.pid, flush=True)
+    return worker
+lm.start = noted
+lm.main(["--cases", "train first 8 16", "train slow 8 16", "--out", {str(tmp_path / "lm.json")!r}])
+"""
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None, "it was asked for"
+    workers = []
+    for line in process.stdout:
+        workers += [int(line.split()[1])] if line.startswith("worker") else []
+        if line.startswith("{"):
+            process.terminate()
+            break
+    rest = process.stdout.read()
+    process.stdout.close()
+    assert process.wait() == 0
+    assert rest.split() == [str(tmp_path / f"lm{ending}") for ending in (".json", ".md", ".png")]
+    assert "| first | 100.0M |" in (tmp_path / "lm.md").read_text()
+    for pid in workers:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)

@@ -64,6 +64,9 @@ def test_a_model_is_trained_asked_and_drawn(tmp_path: Path) -> None:
     (tmp_path / "needle.png").unlink()
     needle.main(["--draw-only", "--out", str(tmp_path)])
     assert (tmp_path / "needle.png").read_bytes().startswith(b"\x89PNG")
+    needle.main(["--merge", *[str(tmp_path / "needle.json")] * 2, "--out", str(tmp_path / "merged")])
+    merged = json.loads((tmp_path / "merged" / "needle.json").read_text())
+    assert merged == told | {"results": [result, result]}
 
 
 @pytest.fixture
@@ -135,7 +138,7 @@ def test_rows_that_short_ones_do_not_fill_are_refused(capsys: pytest.CaptureFixt
 def test_a_failed_recipe_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(long_train.sys, "executable", "/bin/false")
     long_train.main(["--data", str(tmp_path), "--recipes", "falcon-1.3", "--out", str(tmp_path)])
-    (row,) = json.loads((tmp_path / "long_train.json").read_text())
+    (row,) = json.loads((tmp_path / "long_train.json").read_text())["rows"]
     assert (row["recipe"], row["part"]) == ("falcon-1.3", "failed")
     assert row["reason"].startswith("exit code 1")
 
@@ -144,7 +147,7 @@ def test_the_picture_of_losses_is_drawn_from_the_file(tmp_path: Path) -> None:
     curve = [{"from": 0, "to": 64, "loss": 4.0, "fresh": 4.0}, {"from": 64, "to": 128, "loss": 3.9, "fresh": 4.1}]
     row = {"recipe": "falcon-1.3", "part": "read", "rows": 2, "length": 128, "short": 64, "curve": curve}
     learned = {"recipe": "falcon-1.3", "part": "learned", "length": 64}
-    (tmp_path / "long_train.json").write_text(json.dumps([learned, row]))
+    (tmp_path / "long_train.json").write_text(json.dumps({"rows": [learned, row]}))
     long_train.main(["--draw-only", "--out", str(tmp_path)])
     assert (tmp_path / "long_train.png").read_bytes().startswith(b"\x89PNG")
 
@@ -158,6 +161,10 @@ def test_drift_is_measured_against_a_judge_that_is_the_recurrence(
     (tmp_path / "drift.png").unlink()
     long_context.main(["--draw-only", "--out", str(tmp_path)])
     assert (tmp_path / "drift.png").read_bytes().startswith(b"\x89PNG")
+    merged = tmp_path / "merged"
+    long_context.main(["--merge", *[str(tmp_path / "drift.json")] * 2, "--out", str(merged)])
+    assert json.loads((merged / "drift.json").read_text())["results"] == 2 * results
+    assert (merged / "drift.png").read_bytes().startswith(b"\x89PNG")
     for result in results:
         assert result["judge"] < 1e-12
         assert result["position"] == [64, 128, 192, 256]
