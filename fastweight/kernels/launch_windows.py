@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastweight.kernels import windows, windows_gradient, windows_maps
+from fastweight.kernels import windows, windows_gradient, windows_maps, windows_parts
 from fastweight.kernels.geometry import Geometry
 from fastweight.kernels.launch import (
     Gradients,
     Inputs,
     Plan,
+    Tile,
     precision,
     serial_tile,
     tables,
@@ -28,25 +29,36 @@ from fastweight.kernels.launch import (
 )
 from fastweight.kernels.start import start
 
-ROWS = 64  # (token, pair of its window) of a block, at most
-PAIRS = 32  # of a block, and the tile that holds them; not 16, see the trap above
+ROWS = 64  # (token, pair of its window) of a part, at most
+PAIRS = 64  # of a block, and the tile that holds them
+HELD = windows_parts.HELD.value
+SIDES = windows_parts.SIDES.value
 
 
 @dataclass(frozen=True)
 class Block:
-    """How many tokens a block of a window has."""
+    """How many tokens a block of a window has: so many parts of so many."""
 
     window: int
-    tokens: int
-    pairs: int = PAIRS
+    part: int
+    parts: int
 
     @classmethod
     def of(cls, window: int) -> "Block":
-        return cls(window, min(ROWS // window, PAIRS + 1 - window))
+        part = min(HELD + 1 - window, ROWS // window)
+        return cls(window, part, (PAIRS + 1 - window) // part)
+
+    @property
+    def tokens(self) -> int:
+        return self.part * self.parts
+
+    @property
+    def slots(self) -> int:
+        return wide(self.parts * HELD)
 
     @property
     def flags(self) -> dict[str, int]:
-        return {"WINDOW": self.window, "TOKENS": self.tokens, "PAIRS": self.pairs}
+        return {"WINDOW": self.window, "TOKENS": self.tokens, "PAIRS": PAIRS}
 
 
 @dataclass(frozen=True)
@@ -61,7 +73,7 @@ class Measured:
 
     @classmethod
     def of(cls, plan: Plan, given: Inputs, where: Geometry, block: Block) -> "Measured":
-        H, P = given.v.shape[2], block.pairs
+        H, P = given.v.shape[2], PAIRS
 
         def room(*shape: int) -> Tensor:
             return torch.empty(*shape, dtype=torch.float32, device=given.v.device)
@@ -77,32 +89,58 @@ class Measured:
                 found.gram, found.reads, found.weight, found.decay, found.facts, *tables(where),
                 float(plan.eps), float(plan.floor), BK=min(64, wide(given.q.shape[3], 16)), SHIFT=int(plan.shift),
                 SCALED=plan.scaled, DIRECT=plan.direct, DOT=precision(given.v.dtype), **block.flags, **given.widths,
-                num_warps=1,
+                num_warps=2,
             )  # fmt: skip
         return found
 
 
+def _low(dtype: torch.dtype) -> torch.dtype:
+    """Of maps, and of what is multiplied by them."""
+    return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+
+
+def _exact(dtype: torch.dtype) -> str:
+    """Precision of products with maps, which are float32 where the tokens are float16."""
+    return "tf32" if dtype == torch.bfloat16 else "tf32x3"
+
+
 def empty_maps(v: Tensor, blocks: int, window: int) -> Tensor:
     """Room for the maps of reads and of writes of some blocks of every head of v."""
-    pairs = Block.of(window).pairs
-    dtype = torch.bfloat16 if v.dtype == torch.bfloat16 else torch.float32
-    return v.new_empty(2, blocks, v.shape[2], pairs, 2 * pairs, dtype=dtype)
+    return v.new_empty(2, blocks, v.shape[2], PAIRS, 2 * PAIRS, dtype=_low(v.dtype))
 
 
-def _maps(plan: Plan, given: Inputs, where: Geometry, block: Block, found: Measured, maps: Tensor | None, rows: Any):
-    """Makes `maps` of reads and writes, or those of `rows`."""
-    if where.slots and given.v.shape[2]:
-        read, write = (None, None) if maps is None else (maps[0], maps[1])
+def _parts(plan: Plan, given: Inputs, where: Geometry, block: Block, found: Measured, rows: Tensor | None) -> Tensor:
+    """Maps of reads and of writes of parts; and where given those of their rows."""
+    H = given.v.shape[2]
+    maps = given.v.new_empty(2, where.slots, H, block.parts, HELD, SIDES, dtype=_low(given.v.dtype))
+    if where.slots and H:
         start(
-            windows_maps.forward_maps, (where.slots, given.v.shape[2]),
-            found.gram, found.reads, found.weight, found.facts, read, write, rows, *tables(where),
-            H=given.v.shape[2], ROWS=ROWS, BEFORE=plan.before, **block.flags, num_warps=1,
+            windows_parts.part_maps, (where.slots * block.parts, H),
+            found.gram, found.reads, found.weight, found.facts, maps[0], maps[1], rows, *tables(where),
+            H=H, PART=block.part, ROWS=ROWS, BEFORE=plan.before, **block.flags, num_warps=1,
         )  # fmt: skip
+    return maps
+
+
+def _join(plan: Plan, given: Inputs, where: Geometry, block: Block, found: Measured) -> Tensor:
+    """Maps of reads and of writes of blocks."""
+    H = given.v.shape[2]
+    maps = empty_maps(given.v, where.slots, block.window)
+    parts = _parts(plan, given, where, block, found, None)
+    if where.slots and H:
+        slots = maps.new_empty(where.slots, H, block.parts * HELD, 2 * PAIRS)
+        start(
+            windows_parts.join, (where.slots, H, 2),
+            found.gram, found.reads, found.decay, *parts, slots, *maps, *tables(where),
+            H=H, PART=block.part, SLOTS=block.slots, BC=PAIRS, BEFORE=plan.before, DOT=_exact(given.v.dtype),
+            **block.flags, num_warps=4, num_stages=1,
+        )  # fmt: skip
+    return maps
 
 
 def _walk(plan: Plan, given: Inputs, block: Block) -> dict[str, Any]:
     K, V, dtype = given.q.shape[3], given.v.shape[3], given.v.dtype
-    common = {"V": V, "SHIFT": int(plan.shift), "BEFORE": plan.before, "DOT": precision(dtype)}
+    common = {"V": V, "SHIFT": int(plan.shift), "BEFORE": plan.before, "DOT": _exact(dtype)}
     return {**common, **block.flags, **given.widths, **serial_tile(K, V, dtype)._replace(num_stages=1)._asdict()}
 
 
@@ -131,8 +169,7 @@ def forward(plan, q, k, v, beta, lam, state0, key0, has_key, mask, cu_seqlens, s
     o = torch.empty_like(given.v)
     state1 = torch.empty(where.sequences, H, K, V, dtype=torch.float32, device=v.device)
     found = Measured.of(plan, given, where, block)
-    maps = empty_maps(v, where.slots, plan.window)
-    _maps(plan, given, where, block, found, maps, None)
+    maps = _join(plan, given, where, block, found)
     states = v.new_empty(where.slots if save and not plan.rebuild else 0, H, K, V)
     _run(plan, given, where, block, found.decay, maps, state0, o, states if len(states) else None, state1)
     if save and plan.rebuild:
@@ -164,7 +201,7 @@ def backward(plan, d_o, d_state1, q, k, v, beta, lam, key0, has_key, mask, cu_se
             **_walk(plan, given, block),
         )  # fmt: skip
     if where.slots and H:
-        _backward_token(plan, given, where, block, found, maps, d_o, states, out)
+        _rest(plan, given, where, block, found, d_o, states, out)
     return out.result()
 
 
@@ -174,24 +211,47 @@ def _shared(where: Geometry, given: Inputs, width: int) -> Tensor:
     return torch.empty(*shape, dtype=torch.float32, device=given.v.device)
 
 
-def _backward_token(plan, given, where, block, found: Measured, maps, d_o, states, out) -> None:
+def _rest(plan, given, where, block, found: Measured, d_o, states, out) -> None:
+    """Gradients that are found block by block, from states and their gradients: of queries, keys and gates."""
     (_B, _T, H, V), K, dtype = given.v.shape, given.q.shape[3], given.v.dtype
-    rows = given.v.new_empty(2, where.slots, H, ROWS, 2 * block.pairs, dtype=maps.dtype)
-    _maps(plan, given, where, block, found, None, rows[0])
+    low, exact, count = _low(dtype), _exact(dtype), where.slots * block.parts
+
+    def room(*shape: int, dtype: torch.dtype = low) -> Tensor:
+        return torch.empty(*shape, dtype=dtype, device=given.v.device)
+
+    common = {"H": H, "PART": block.part, "BEFORE": plan.before, **block.flags}
+    rows, rows_back = room(2, count, H, ROWS, SIDES)
+    maps = _parts(plan, given, where, block, found, rows)
     start(
-        windows_maps.backward_maps, (where.slots, H),
-        found.gram, found.reads, found.weight, found.decay, found.facts, rows[1], *tables(where),
-        H=H, ROWS=ROWS, BEFORE=plan.before, **block.flags, num_warps=1,
+        windows_parts.part_rows, (count, H),
+        found.gram, found.reads, found.weight, found.decay, found.facts, rows_back, *tables(where),
+        ROWS=ROWS, **common, num_warps=1,
     )  # fmt: skip
-    zc, df = (given.v.new_empty(where.slots, H, block.pairs, V) for _ in range(2))
+    missed, wrote, begun, df = (room(where.slots, H, block.parts * HELD, V) for _ in range(4))
+    met = room(count, H, SIDES, SIDES, dtype=torch.float32)
+    d_gram = room(where.slots, H, block.parts * HELD, block.slots)
+    d_reads = room(where.slots, H, block.parts * HELD, PAIRS)
+    read = torch.empty_like(found.decay)
+    through = room(where.slots, H, HELD, dtype=torch.float32)
+    widths = {"V": V, "SLOTS": block.slots, "SHIFT": int(plan.shift), **common, **given.widths}
+    start(
+        windows_gradient.sweep, (where.slots, H),
+        given.q, given.k, given.v, d_o, given.key0, given.has_key, given.unmasked, found.gram, found.reads, found.decay,
+        states, out.states, *maps, missed, wrote, begun, df, met, d_gram, d_reads, read, through, *tables(where),
+        DOT=exact, **widths, **_sweep_tile(K, V, dtype)._asdict(),
+    )  # fmt: skip
+    start(
+        windows_gradient.inside, (count, H),
+        given.beta, given.lam, given.has_key, given.unmasked, found.gram, found.reads, found.weight, found.decay,
+        found.facts, rows, rows_back, met, read, through, d_gram, d_reads, out.beta, out.lam, *tables(where),
+        float(plan.eps), float(plan.floor), ROWS=ROWS, SLOTS=block.slots, SHIFT=int(plan.shift), SCALED=plan.scaled,
+        DIRECT=plan.direct, DOT=exact, **common, num_warps=2,
+    )  # fmt: skip
     shared = _shared(where, given, K)
     start(
-        windows_gradient.backward_token, (where.slots, H),
-        given.q, given.k, given.v, d_o, given.beta, given.lam, given.key0, given.has_key, given.unmasked,
-        found.gram, found.reads, found.weight, found.decay, found.facts, states, out.states, rows[0], rows[1],
-        zc, df, torch.empty_like(found.decay), out.q, out.k, out.beta, out.lam, out.key0, shared, *tables(where),
-        float(plan.eps), float(plan.floor), V=V, ROWS=ROWS, SHIFT=int(plan.shift), SCALED=plan.scaled,
-        DIRECT=plan.direct, BEFORE=plan.before, DOT=precision(dtype), **block.flags, **given.widths,
+        windows_gradient.finish, (where.slots, H),
+        given.q, given.k, d_o, given.key0, given.has_key, given.unmasked, found.decay, states, out.states,
+        wrote, df, d_gram, d_reads, out.q, out.k, out.key0, shared, *tables(where), DOT=exact, **widths,
         **token_tile(K, V, dtype)._asdict(),
     )  # fmt: skip
     start(
@@ -199,3 +259,9 @@ def _backward_token(plan, given, where, block, found: Measured, maps, d_o, state
         shared, out.k, *tables(where)[:5], H=H, K=K, BK=wide(K), WINDOW=block.window, TOKENS=block.tokens,
         SHIFT=int(plan.shift), num_warps=4,
     )  # fmt: skip
+
+
+def _sweep_tile(K: int, V: int, dtype: torch.dtype) -> Tile:
+    if dtype == torch.bfloat16:
+        return Tile(wide(K), min(128, wide(V)), 4, 1)
+    return Tile(wide(K), 64 if dtype == torch.float16 else 32, 4, 1)

@@ -1,19 +1,7 @@
-"""Regression over a window, what of a block of tokens does not depend on the state: (q, k, gates) -> steps and maps.
+"""Regression over a window, what is measured before anything is walked: (q, k, gates) -> X X^T, Q X^T, steps, decays.
 
-A block of T tokens touches J = T + R - 1 pairs; row (t, a) is pair t + a in the window of token t, R rows a token, 64
-in all. With F = X S_0 the predictions at the block's start and W = Y - F, everything in it is linear in [W; F], by maps
-that are the same for every value column and so are found by walking the recurrence once on the identity's columns:
-
-    r_t,a    residual of pair t + a on S_{t-1}       z   coefficients of the pairs in S_t = carry_t S_0 + X^T z_t
-    r of a pair that stays:  carry r + (1 - carry) y - w sum_b G r_t,b        G = X X^T, w = eta / B
-    r of a pair that enters: W + (1 - carry so far) F - sum_j G z_j
-    O = A [W; F] + decay .* Q S_0    Z = D [W; F]    r = B [W; F]    and in reverse h_t,a = x dS_t of rows = H [dO; dZ]
-
-`measure` makes G, Q X^T, the top eigenvalue of each window's Gram matrix, steps and log-decays; `forward_maps` makes A
-and D, or B; `backward_maps` makes H. All of it in float32.
-
-Traps: a pair that is none (before the sequence) has x = 0, which makes every map ignore it. One column belongs to one
-thread, so no sum crosses threads; the matrices are read back from memory as single numbers.
+A block of T tokens touches J = T + R - 1 pairs; the window of token t is pairs t .. t + R - 1 of them. `measure` makes
+G = X X^T, Q X^T, the top eigenvalue of each window's Gram matrix, steps and log-decays, all of it in float32.
 """
 
 # pyright: basic, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
@@ -25,7 +13,7 @@ import triton
 import triton.language as tl
 
 from fastweight.kernels.gates import load_head, step_log_decay, step_sizes
-from fastweight.kernels.tiles import chunk_span, decay_rows, has_pair, load_keys, load_tile, source_rows
+from fastweight.kernels.tiles import chunk_span, has_pair, load_keys, load_tile, source_rows
 
 SQUARINGS = tl.constexpr(19)
 ENERGY = tl.constexpr(0)  # places in `facts`
@@ -178,153 +166,3 @@ def measure(
     tl.store(shelf + CARRY * tokens, tl.where(writes, carry, 1.0), mask=own)
     for a in tl.static_range(WINDOW):
         tl.store(shelf + (VECTOR + a) * tokens, vector[a], mask=own)
-
-
-@triton.jit(do_not_specialize=["length", "chunks", "tokens"])
-def forward_maps(
-    gram, reads, weight, facts, read_map, write_map, row_map, cu, chunk_seq, chunk_start, length, chunks, tokens,
-    H: tl.constexpr, WINDOW: tl.constexpr, TOKENS: tl.constexpr, PAIRS: tl.constexpr, ROWS: tl.constexpr,
-    BEFORE: tl.constexpr,
-):  # fmt: skip
-    """A and D [PAIRS, 2 PAIRS] of one block of one head, or where given only B [ROWS, 2 PAIRS]."""
-    block = tl.program_id(0)
-    h = tl.program_id(1)
-    n, first, _low, high = chunk_span(block, cu, chunk_seq, chunk_start, length, chunks, TOKENS)
-    if n < 0:
-        return
-    number = block.to(tl.int64) * H + h
-    matrix = gram + number * (PAIRS * PAIRS)
-    seen = reads + number * (PAIRS * PAIRS)
-    line = h.to(tl.int64) * tokens + first
-    shelf = facts + h.to(tl.int64) * (tokens * (VECTOR + WINDOW)) + CARRY * tokens + first
-    p = tl.arange(0, PAIRS)
-    c = tl.arange(0, 2 * PAIRS)
-    zero = tl.zeros([2 * PAIRS], tl.float32)
-    # z of pairs that have left the window, and in `live` of those in it, whose residuals are `window`.
-    z = tl.zeros([PAIRS, 2 * PAIRS], tl.float32)
-    window = ()
-    live = ()
-    for a in tl.static_range(WINDOW):
-        window = window + (tl.where(c == a, 1.0, 0.0),)
-        live = live + (zero,)
-    left = tl.full([], 1.0, tl.float32)
-    for t in range(0, TOKENS):
-        w = tl.load(weight + line + t, mask=t < high, other=0.0)
-        carry = tl.load(shelf + t, mask=t < high, other=1.0)
-        if row_map is not None:
-            for a in tl.static_range(WINDOW):
-                at = (number * ROWS + t * WINDOW + a) * (2 * PAIRS) + c
-                tl.store(row_map + at, window[a].to(row_map.dtype.element_ty))
-        if BEFORE and row_map is None:
-            row = tl.sum(tl.load(seen + t * PAIRS + p)[:, None] * z, axis=0)
-            for a in tl.static_range(WINDOW):
-                row += tl.load(seen + t * PAIRS + t + a) * live[a]
-            tl.store(read_map + (number * PAIRS + t) * (2 * PAIRS) + c, row.to(read_map.dtype.element_ty))
-        z *= carry
-        wrote = ()
-        for a in tl.static_range(WINDOW):
-            wrote = wrote + (carry * live[a] + w * window[a],)
-        if not BEFORE and row_map is None:
-            row = tl.sum(tl.load(seen + t * PAIRS + p)[:, None] * z, axis=0)
-            for a in tl.static_range(WINDOW):
-                row += tl.load(seen + t * PAIRS + t + a) * wrote[a]
-            tl.store(read_map + (number * PAIRS + t) * (2 * PAIRS) + c, row.to(read_map.dtype.element_ty))
-        z = tl.where((p == t)[:, None], wrote[0][None, :], z)
-        left *= carry
-        new = t + WINDOW
-        some = new < PAIRS
-        enter = tl.where(c == new, 1.0, 0.0) + tl.where(c == PAIRS + new, 1 - left, 0.0)
-        enter -= tl.sum(tl.load(matrix + new * PAIRS + p, mask=(p < PAIRS) & some, other=0.0)[:, None] * z, axis=0)
-        stay = ()
-        for a in tl.static_range(1, WINDOW):
-            enter -= tl.load(matrix + new * PAIRS + t + a, mask=some, other=0.0) * wrote[a]
-            # y = W + F
-            target = tl.where((c == t + a) | (c == PAIRS + t + a), 1 - carry, 0.0)
-            met = tl.load(matrix + (t + a) * PAIRS + t) * window[0]
-            for b in tl.static_range(1, WINDOW):
-                met += tl.load(matrix + (t + a) * PAIRS + t + b) * window[b]
-            stay = stay + (carry * window[a] + target - w * met,)
-        window = stay + (enter,)
-        live = wrote[1:] + (zero,)
-    if row_map is None:
-        for a in tl.static_range(WINDOW - 1):
-            z = tl.where((p == TOKENS + a)[:, None], live[a][None, :], z)
-        at = (number * PAIRS + p)[:, None] * (2 * PAIRS) + c[None, :]
-        tl.store(write_map + at, z.to(write_map.dtype.element_ty))
-        none = tl.zeros([PAIRS, 2 * PAIRS], read_map.dtype.element_ty)
-        tl.store(read_map + at, none, mask=(p >= TOKENS)[:, None] & (c < 2 * PAIRS)[None, :])
-    else:
-        for i in range(TOKENS * WINDOW, ROWS):
-            tl.store(row_map + (number * ROWS + i) * (2 * PAIRS) + c, zero.to(row_map.dtype.element_ty))
-
-
-@triton.jit
-def _reads_of(seen, g, c, at, t, p, some, TOKENS: tl.constexpr, PAIRS: tl.constexpr, BEFORE: tl.constexpr):
-    """How pair p at time t is read by every later token: decay .* (Q X^T)[., p] over the columns of dO."""
-    later = c > t if BEFORE else c >= t
-    keep = later & (c < TOKENS) & some
-    return tl.load(seen + c * PAIRS + p, mask=keep, other=0.0) * tl.exp2(tl.where(keep, g - at, float("-inf")))
-
-
-@triton.jit(do_not_specialize=["length", "chunks", "tokens"])
-def backward_maps(
-    gram, reads, weight, decay, facts, row_map, cu, chunk_seq, chunk_start, length, chunks, tokens,
-    H: tl.constexpr, WINDOW: tl.constexpr, TOKENS: tl.constexpr, PAIRS: tl.constexpr, ROWS: tl.constexpr,
-    BEFORE: tl.constexpr,
-):  # fmt: skip
-    """H [ROWS, 2 PAIRS] of one block of one head: what `forward_maps` does, in reverse."""
-    block = tl.program_id(0)
-    h = tl.program_id(1)
-    n, first, _low, high = chunk_span(block, cu, chunk_seq, chunk_start, length, chunks, TOKENS)
-    if n < 0:
-        return
-    number = block.to(tl.int64) * H + h
-    matrix = gram + number * (PAIRS * PAIRS)
-    seen = reads + number * (PAIRS * PAIRS)
-    line = h.to(tl.int64) * tokens
-    shelf = facts + line * (VECTOR + WINDOW) + CARRY * tokens + first
-    p = tl.arange(0, PAIRS)
-    c = tl.arange(0, 2 * PAIRS)
-    zero = tl.zeros([2 * PAIRS], tl.float32)
-    if BEFORE:
-        g = tl.load(decay + line + first - 1 + tl.minimum(c, high), mask=c > 0, other=0.0)
-    else:
-        g = decay_rows(decay, line, first, c, high)
-    g_last = tl.load(decay + line + first + tl.minimum(high, TOKENS) - 1)
-    # Coefficients in dS_t of pairs that have left the window, and in `live` of those in it, whose rows are `window`.
-    z = tl.zeros([PAIRS, 2 * PAIRS], tl.float32)
-    window = ()
-    live = ()
-    for a in tl.static_range(WINDOW):
-        read = _reads_of(seen, g, c, g_last, TOKENS - 1, TOKENS - 1 + a, True, TOKENS, PAIRS, BEFORE)
-        window = window + (tl.where(c == PAIRS + TOKENS - 1 + a, 1.0, 0.0) + read,)
-        live = live + (zero,)
-    for back in range(0, TOKENS):
-        t = TOKENS - 1 - back
-        for a in tl.static_range(WINDOW):
-            at = (number * ROWS + t * WINDOW + a) * (2 * PAIRS) + c
-            tl.store(row_map + at, window[a].to(row_map.dtype.element_ty))
-        w = tl.load(weight + line + first + t, mask=t < high, other=0.0)
-        carry = tl.load(shelf + t, mask=t < high, other=1.0)
-        wrote = ()
-        for a in tl.static_range(WINDOW):
-            wrote = wrote + (carry * live[a] - w * window[a],)
-        z = tl.where((p == t + WINDOW - 1)[:, None], wrote[WINDOW - 1][None, :], z * carry)
-        some = t > 0
-        at = tl.load(decay + line + first + tl.minimum(t, high) - 1, mask=some, other=0.0)
-        enter = tl.where(c == PAIRS + t - 1, tl.exp2(g_last - at), 0.0)
-        enter += _reads_of(seen, g, c, at, t - 1, t - 1, some, TOKENS, PAIRS, BEFORE)
-        enter += tl.sum(tl.load(matrix + (t - 1) * PAIRS + p, mask=(p < PAIRS) & some, other=0.0)[:, None] * z, axis=0)
-        reader = t if BEFORE else t - 1
-        stay = ()
-        for a in tl.static_range(WINDOW - 1):
-            enter += tl.load(matrix + (t - 1) * PAIRS + t + a, mask=some, other=0.0) * wrote[a]
-            pull = tl.where(c == reader, tl.load(seen + reader * PAIRS + t + a, mask=some, other=0.0), 0.0)
-            met = tl.load(matrix + (t + a) * PAIRS + t) * window[0]
-            for b in tl.static_range(1, WINDOW):
-                met += tl.load(matrix + (t + a) * PAIRS + t + b) * window[b]
-            stay = stay + (carry * window[a] + pull - w * met,)
-        window = (enter,) + stay
-        live = (zero,) + wrote[: WINDOW - 1]
-    for i in range(TOKENS * WINDOW, ROWS):
-        tl.store(row_map + (number * ROWS + i) * (2 * PAIRS) + c, zero.to(row_map.dtype.element_ty))

@@ -1,0 +1,312 @@
+"""Regression over a window: (X X^T, Q X^T, gates) -> maps of parts of a block, and of the block that they make up.
+
+A block of tokens is walked as one; its parts, of PART tokens each, touch at most 16 pairs. Row (t, a) is pair t + a in
+the window of token t. With F = X S_0 the predictions at a part's start and W = Y - F, all that a part does is linear in
+[W; F], by maps that are the same for every value column and so are found by walking the recurrence once on the
+identity's columns:
+
+    r_t,a    residual of pair t + a on S_{t-1}       z   coefficients of the pairs in S_t = carry_t S_0 + X^T z_t
+    r of a pair that stays:  carry r + (1 - carry) y - w sum_b G r_t,b        G = X X^T, w = eta / B
+    r of a pair that enters: W + (1 - carry so far) F - sum_j G z_j
+    O = A [W; F] + decay .* Q S_0    Z = D [W; F]    r = B [W; F]    and in reverse h_t,a = x dS_t of rows = H [dO; dZ]
+
+`part_maps` makes A, D and B, `part_rows` makes H; `join` makes the A and D of the whole block, part after part: a part
+finds F = carry X S_0 + sum over the parts before it of decay .* G z.
+
+Traps: a pair that is none (before the sequence) has x = 0, which makes every map ignore it. A pair may be in two parts,
+and then has two coefficients. One column belongs to one thread, so no sum crosses threads while a part is walked; the
+matrices are read back from memory as single numbers.
+"""
+
+# pyright: basic, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
+# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false, reportReturnType=false
+# pyright: reportOptionalMemberAccess=false, reportAssignmentType=false, reportPossiblyUnboundVariable=false
+# ruff: noqa: RUF005, SIM108
+
+import triton
+import triton.language as tl
+
+from fastweight.kernels.tiles import chunk_span, decay_before, decay_rows, fade
+from fastweight.kernels.windows_maps import CARRY, VECTOR
+
+HELD = tl.constexpr(16)  # pairs of a part, at most
+SIDES = tl.constexpr(32)  # columns of a part's maps
+
+
+@triton.jit
+def part_place(
+    pid, h, cu, chunk_seq, chunk_start, length, chunks, tokens,
+    H: tl.constexpr, WINDOW: tl.constexpr, TOKENS: tl.constexpr, PAIRS: tl.constexpr, PART: tl.constexpr,
+):  # fmt: skip
+    """Of program `pid`: sequence (-1: none), part's first token, ends, number, and where its numbers lie."""
+    PARTS: tl.constexpr = TOKENS // PART
+    n, first, low, high = chunk_span(pid // PARTS, cu, chunk_seq, chunk_start, length, chunks, TOKENS)
+    start = pid % PARTS * PART
+    number = (pid // PARTS).to(tl.int64) * H + h
+    corner = number * (PAIRS * PAIRS) + start * (PAIRS + 1)
+    line = h.to(tl.int64) * tokens + first + start
+    shelf = h.to(tl.int64) * (tokens * (VECTOR + WINDOW)) + first + start
+    return n, first + start, low - start, high - start, number * PARTS + pid % PARTS, corner, line, shelf
+
+
+@triton.jit(do_not_specialize=["length", "chunks", "tokens"])
+def part_maps(
+    gram, reads, weight, facts, read_part, write_part, rows, cu, chunk_seq, chunk_start, length, chunks, tokens,
+    H: tl.constexpr, WINDOW: tl.constexpr, TOKENS: tl.constexpr, PAIRS: tl.constexpr, PART: tl.constexpr,
+    ROWS: tl.constexpr, BEFORE: tl.constexpr,
+):  # fmt: skip
+    """A and D [16, 32] of one part of a block of one head, and where given B [ROWS, 32]."""
+    h = tl.program_id(1)
+    n, _first, _low, high, number, corner, line, shelf = part_place(
+        tl.program_id(0), h, cu, chunk_seq, chunk_start, length, chunks, tokens, H, WINDOW, TOKENS, PAIRS, PART
+    )
+    if n < 0:
+        return
+    matrix = gram + corner
+    seen = reads + corner
+    c = tl.arange(0, SIDES)
+    zero = tl.zeros([SIDES], tl.float32)
+    at = number * (HELD * SIDES) + c
+    # Coefficients of pairs that have left the window, and in `live` of those in it, whose residuals are `window`.
+    z = ()
+    window = ()
+    live = ()
+    for a in tl.static_range(WINDOW):
+        window = window + (tl.where(c == a, 1.0, 0.0),)
+        live = live + (zero,)
+    left = tl.full([], 1.0, tl.float32)
+    for t in tl.static_range(PART):
+        w = tl.load(weight + line + t, mask=t < high, other=0.0)
+        carry = tl.load(facts + shelf + CARRY * tokens + t, mask=t < high, other=1.0)
+        if rows is not None:
+            for a in tl.static_range(WINDOW):
+                tl.store(rows + (number * ROWS + t * WINDOW + a) * SIDES + c, window[a].to(rows.dtype.element_ty))
+        wrote = ()
+        for a in tl.static_range(WINDOW):
+            wrote = wrote + (carry * live[a] + w * window[a],)
+        row = zero
+        if BEFORE:
+            for p in tl.static_range(t):
+                row += tl.load(seen + t * PAIRS + p) * z[p]
+            for a in tl.static_range(WINDOW):
+                row += tl.load(seen + t * PAIRS + t + a) * live[a]
+        kept = ()
+        for p in tl.static_range(t):
+            kept = kept + (z[p] * carry,)
+        z = kept
+        if not BEFORE:
+            for p in tl.static_range(t):
+                row += tl.load(seen + t * PAIRS + p) * z[p]
+            for a in tl.static_range(WINDOW):
+                row += tl.load(seen + t * PAIRS + t + a) * wrote[a]
+        tl.store(read_part + at + t * SIDES, row.to(read_part.dtype.element_ty))
+        z = z + (wrote[0],)
+        if t + 1 < PART:
+            left *= carry
+            enter = tl.where(c == t + WINDOW, 1.0, 0.0) + tl.where(c == HELD + t + WINDOW, 1 - left, 0.0)
+            for p in tl.static_range(t + 1):
+                enter -= tl.load(matrix + (t + WINDOW) * PAIRS + p) * z[p]
+            stay = ()
+            for a in tl.static_range(1, WINDOW):
+                enter -= tl.load(matrix + (t + WINDOW) * PAIRS + t + a) * wrote[a]
+                # y = W + F
+                target = tl.where((c == t + a) | (c == HELD + t + a), 1 - carry, 0.0)
+                met = tl.load(matrix + (t + a) * PAIRS + t) * window[0]
+                for b in tl.static_range(1, WINDOW):
+                    met += tl.load(matrix + (t + a) * PAIRS + t + b) * window[b]
+                stay = stay + (carry * window[a] + target - w * met,)
+            window = stay + (enter,)
+            live = wrote[1:] + (zero,)
+    for a in tl.static_range(1, WINDOW):
+        z = z + (wrote[a],)
+    for p in tl.static_range(HELD):
+        if p < PART + WINDOW - 1:
+            tl.store(write_part + at + p * SIDES, z[p].to(write_part.dtype.element_ty))
+        else:
+            tl.store(write_part + at + p * SIDES, zero.to(write_part.dtype.element_ty))
+        if p >= PART:
+            tl.store(read_part + at + p * SIDES, zero.to(read_part.dtype.element_ty))
+
+
+@triton.jit
+def _reads_of(seen, g, c, at, t, p, PART: tl.constexpr, PAIRS: tl.constexpr, BEFORE: tl.constexpr):
+    """How pair p at time t is read by every later token: decay .* (Q X^T)[., p] over the columns of dO."""
+    keep = (c > t if BEFORE else c >= t) & (c < PART)
+    return tl.load(seen + c * PAIRS + p, mask=keep, other=0.0) * tl.exp2(tl.where(keep, g - at, float("-inf")))
+
+
+@triton.jit(do_not_specialize=["length", "chunks", "tokens"])
+def part_rows(
+    gram, reads, weight, decay, facts, rows, cu, chunk_seq, chunk_start, length, chunks, tokens,
+    H: tl.constexpr, WINDOW: tl.constexpr, TOKENS: tl.constexpr, PAIRS: tl.constexpr, PART: tl.constexpr,
+    ROWS: tl.constexpr, BEFORE: tl.constexpr,
+):  # fmt: skip
+    """H [ROWS, 32] of one part of a block of one head: what `part_maps` does, in reverse."""
+    h = tl.program_id(1)
+    n, _first, _low, high, number, corner, line, shelf = part_place(
+        tl.program_id(0), h, cu, chunk_seq, chunk_start, length, chunks, tokens, H, WINDOW, TOKENS, PAIRS, PART
+    )
+    if n < 0:
+        return
+    if high <= 0:  # of an earlier block's sequence, or of none: nothing reads these rows
+        return
+    matrix = gram + corner
+    seen = reads + corner
+    c = tl.arange(0, SIDES)
+    zero = tl.zeros([SIDES], tl.float32)
+    # Only differences within the part matter; its first token's row before may lie in another block.
+    g = decay_rows(decay, line, 0, c, high)
+    if BEFORE:
+        g = decay_rows(decay, line, 0, c - 1, high)
+    # Coefficients in dS_t of pairs that have left the window, and in `live` of those in it, whose rows are `window`.
+    z = ()
+    window = ()
+    live = ()
+    end = tl.load(decay + line + tl.minimum(high, PART) - 1)
+    for a in tl.static_range(WINDOW):
+        read = _reads_of(seen, g, c, end, PART - 1, PART - 1 + a, PART, PAIRS, BEFORE)
+        window = window + (tl.where(c == HELD + PART - 1 + a, 1.0, 0.0) + read,)
+        live = live + (zero,)
+    for t in tl.static_range(PART - 1, -1, -1):
+        for a in tl.static_range(WINDOW):
+            tl.store(rows + (number * ROWS + t * WINDOW + a) * SIDES + c, window[a].to(rows.dtype.element_ty))
+        if t > 0:
+            w = tl.load(weight + line + t, mask=t < high, other=0.0)
+            carry = tl.load(facts + shelf + CARRY * tokens + t, mask=t < high, other=1.0)
+            wrote = ()
+            for a in tl.static_range(WINDOW):
+                wrote = wrote + (carry * live[a] - w * window[a],)
+            kept = (wrote[WINDOW - 1],)
+            for p in tl.static_range(PART - 1 - t):
+                kept = kept + (z[p] * carry,)
+            z = kept  # of pairs t + WINDOW - 1 and on
+            at = tl.load(decay + line + tl.minimum(t, high) - 1)
+            enter = tl.where(c == HELD + t - 1, tl.exp2(end - at), 0.0)
+            enter += _reads_of(seen, g, c, at, t - 1, t - 1, PART, PAIRS, BEFORE)
+            for p in tl.static_range(PART - t):
+                enter += tl.load(matrix + (t - 1) * PAIRS + t + WINDOW - 1 + p) * z[p]
+            stay = ()
+            for a in tl.static_range(WINDOW - 1):
+                enter += tl.load(matrix + (t - 1) * PAIRS + t + a) * wrote[a]
+                if BEFORE:
+                    pull = tl.where(c == t, tl.load(seen + t * PAIRS + t + a), 0.0)
+                else:
+                    pull = tl.where(c == t - 1, tl.load(seen + (t - 1) * PAIRS + t + a), 0.0)
+                met = tl.load(matrix + (t + a) * PAIRS + t) * window[0]
+                for b in tl.static_range(1, WINDOW):
+                    met += tl.load(matrix + (t + a) * PAIRS + t + b) * window[b]
+                stay = stay + (carry * window[a] + pull - w * met,)
+            window = (enter,) + stay
+            live = (zero,) + wrote[: WINDOW - 1]
+
+
+@triton.jit
+def load_part(pointer, number, SIDE: tl.constexpr, FLIP: tl.constexpr):
+    """One half [16, 16] of a part's map: of W (0) or F (1); with FLIP its transpose."""
+    i = tl.arange(0, HELD)
+    base = pointer + number * (HELD * SIDES) + SIDE * HELD
+    if FLIP:
+        return tl.load(base + i[None, :] * SIDES + i[:, None])
+    else:
+        return tl.load(base + i[:, None] * SIDES + i[None, :])
+
+
+@triton.jit
+def slot_places(
+    decay, line, first, high, SLOTS: tl.constexpr, PARTS: tl.constexpr, WINDOW: tl.constexpr, PART: tl.constexpr
+):
+    """Slot s is pair s % 16 of part s // 16: its part, its pair in the block, if any, decays at the part's ends."""
+    s = tl.arange(0, SLOTS)
+    part = s // HELD
+    held = (part < PARTS) & (s % HELD < PART + WINDOW - 1)
+    begin = decay_before(decay, line, first, part * PART, high)
+    end = decay_rows(decay, line, first, part * PART + PART - 1, high)
+    return part, part * PART + s % HELD, held, begin, end
+
+
+@triton.jit
+def pair_slots(j, PARTS: tl.constexpr, WINDOW: tl.constexpr, PART: tl.constexpr):
+    """The slots of each pair of a block: the later, whether there is one, the earlier, whether there is one."""
+    late = tl.minimum(j // PART, PARTS - 1)
+    in_late = j - late * PART < PART + WINDOW - 1
+    in_early = (late > 0) & (j - (late - 1) * PART < PART + WINDOW - 1)
+    early = tl.maximum(late - 1, 0)
+    return late * HELD + j - late * PART, in_late, early * HELD + j - early * PART, in_early
+
+
+@triton.jit(do_not_specialize=["length", "chunks", "tokens"])
+def join(
+    gram, reads, decay, read_part, write_part, slots, read_map, write_map,
+    cu, chunk_seq, chunk_start, length, chunks, tokens,
+    H: tl.constexpr, WINDOW: tl.constexpr, TOKENS: tl.constexpr, PAIRS: tl.constexpr, PART: tl.constexpr,
+    SLOTS: tl.constexpr, BC: tl.constexpr, BEFORE: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """A and D [PAIRS, 2 PAIRS] of one block of one head, BC columns of them."""
+    PARTS: tl.constexpr = TOKENS // PART
+    block = tl.program_id(0)
+    h = tl.program_id(1)
+    n, first, _low, high = chunk_span(block, cu, chunk_seq, chunk_start, length, chunks, TOKENS)
+    if n < 0:
+        return
+    number = block.to(tl.int64) * H + h
+    matrix = gram + number * (PAIRS * PAIRS)
+    seen = reads + number * (PAIRS * PAIRS)
+    line = h.to(tl.int64) * tokens
+    u = tl.arange(0, HELD)
+    s = tl.arange(0, SLOTS)
+    c = tl.program_id(2) * BC + tl.arange(0, BC)
+    part_of, pair_of, held, _begin, end = slot_places(decay, line, first, high, SLOTS, PARTS, WINDOW, PART)
+    dtype = write_map.dtype.element_ty
+    shelf = slots + number * (PARTS * HELD * 2 * PAIRS)
+    for part in range(PARTS):
+        row = u + part * PART
+        before = held & (part_of < part)
+        z = tl.load(shelf + s[:, None] * (2 * PAIRS) + c[None, :], mask=before[:, None] & (c < 2 * PAIRS)[None, :],
+                    other=0.0)  # fmt: skip
+        start = decay_before(decay, line, first, part * PART, high)
+        meet = tl.load(matrix + row[:, None] * PAIRS + pair_of[None, :], mask=(row < PAIRS)[:, None] & before[None, :],
+                       other=0.0)  # fmt: skip
+        meet *= fade(before, start - end)[None, :]
+        f = tl.where(c[None, :] == (PAIRS + row)[:, None], tl.exp2(start), 0.0)
+        f = tl.dot(meet.to(dtype), z, acc=f, input_precision=DOT)
+        own = (c[None, :] == row[:, None]) | (c[None, :] == (PAIRS + row)[:, None])
+        w = (tl.where(own, 1.0, 0.0) - f).to(dtype)
+        f = f.to(dtype)
+        place = number * PARTS + part
+        if BEFORE:
+            at = decay_before(decay, line, first, row, high)
+        else:
+            at = decay_rows(decay, line, first, row, high)
+        met = tl.load(seen + row[:, None] * PAIRS + pair_of[None, :], mask=(row < PAIRS)[:, None] & before[None, :],
+                      other=0.0)  # fmt: skip
+        met *= fade(before[None, :], at[:, None] - end[None, :])
+        out = tl.dot(met.to(dtype), z, input_precision=DOT)
+        out = tl.dot(load_part(read_part, place, 0, False), w, acc=out, input_precision=DOT)
+        out = tl.dot(load_part(read_part, place, 1, False), f, acc=out, input_precision=DOT)
+        tl.store(read_map + (number * PAIRS + row)[:, None] * (2 * PAIRS) + c[None, :], out.to(dtype),
+                 mask=(u < PART)[:, None])  # fmt: skip
+        wrote = tl.dot(load_part(write_part, place, 0, False), w, input_precision=DOT)
+        wrote = tl.dot(load_part(write_part, place, 1, False), f, acc=wrote, input_precision=DOT)
+        tl.store(shelf + (u + part * HELD)[:, None] * (2 * PAIRS) + c[None, :], wrote.to(dtype))
+        tl.debug_barrier()
+    j = tl.arange(0, PAIRS)
+    at = number * (PAIRS * 2 * PAIRS) + j[:, None] * (2 * PAIRS) + c[None, :]
+    whole = tl.load(decay + line + first + tl.minimum(high, TOKENS) - 1)
+    z = _of_pairs(shelf, j, c, whole, decay, line, first, high, 2 * PAIRS, PARTS, WINDOW, PART)
+    tl.store(write_map + at, z.to(dtype))
+    tl.store(read_map + at, tl.zeros_like(z).to(dtype), mask=(j >= TOKENS)[:, None] & (c < 2 * PAIRS)[None, :])
+
+
+@triton.jit
+def _of_pairs(
+    shelf, j, c, whole, decay, line, first, high,
+    W: tl.constexpr, PARTS: tl.constexpr, WINDOW: tl.constexpr, PART: tl.constexpr,
+):  # fmt: skip
+    """Coefficients of pairs at the block's end, from those of slots at the ends of their parts."""
+    late, in_late, early, in_early = pair_slots(j, PARTS, WINDOW, PART)
+    to_end = fade(in_late, whole - decay_rows(decay, line, first, late // HELD * PART + PART - 1, high))
+    z = tl.load(shelf + late[:, None] * W + c[None, :], mask=in_late[:, None] & (c < W)[None, :], other=0.0)
+    z = z.to(tl.float32) * to_end[:, None]
+    to_end = fade(in_early, whole - decay_rows(decay, line, first, early // HELD * PART + PART - 1, high))
+    more = tl.load(shelf + early[:, None] * W + c[None, :], mask=in_early[:, None] & (c < W)[None, :], other=0.0)
+    return z + more.to(tl.float32) * to_end[:, None]
