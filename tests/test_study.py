@@ -15,6 +15,7 @@ from fastweight.evaluation.outcomes import Outcome, Scoring
 from fastweight.models.cost import state_bytes
 from fastweight.recipes import DrawnTask, load_recipe
 from fastweight.study import workers
+from fastweight.study.claims import Trained, sentences
 from fastweight.study.effects import comparisons, paired
 from fastweight.study.plan import Study, load_study, study_names
 from fastweight.study.report import difference, page, spread, write_study
@@ -277,7 +278,8 @@ def test_a_report_holds_every_section_the_papers_figures_and_what_is_open(tmp_pa
     (one / "a.png").write_bytes(b"not really")
     (tmp_path / "open.md").write_text("* Something else.")
     told = collect(tmp_path)
-    assert "\n## One\n" in told
+    assert "* [One](#one)\n" in told
+    assert '<a id="one"></a>\n\n## One\n' in told
     assert "![A](one/a.png) and [b](one/b.json)" in told
     assert "\n# no heading\n" in told
     assert "* Something else." in told
@@ -290,11 +292,16 @@ def test_a_report_holds_every_section_the_papers_figures_and_what_is_open(tmp_pa
         run.shares["exact"] = run.shares["token"]
     study = Study("two", "Sums.", "addition-small", {"transformer": []}, "transformer", seeds=2)
     write_study(study, scored, two, [{"commit": "abc"}])
+    chosen = tmp_path / "three"
+    write_study(replace(study, name="One", scored="validation"), scored[:1], chosen, [{"commit": "abc"}])
     told = write_collection(tmp_path, tmp_path)[0].read_text()
-    assert "| 2 | 91.0 ± 1.4 | +25.2* |" in told  # the paper's Transformer has 65.8
+    # The paper's Transformer has 65.8; of a sweep nothing stands beside it.
+    assert "| 2 | 100.0 ± 0.0 | 91.0 ± 1.4 | 91.0 ± 1.4 | 91.0 ± 1.4 | - | +25.2* |" in told
     assert "no figure of ours for transformer" not in told
+    assert "\n## One (one)\n" in told
+    assert "\n## One (three)\n" in told, "pages of one title are told apart"
     page = (tmp_path / "report.html").read_text()
-    assert page.count("data:image/png;base64,") == 2
+    assert page.count("data:image/png;base64,") == 3
 
 
 def test_arms_that_differ_in_the_size_of_their_state_are_drawn_over_it(tmp_path):
@@ -310,3 +317,40 @@ def test_arms_that_differ_in_the_size_of_their_state_are_drawn_over_it(tmp_path)
     small = Study("one", "", "parity-tiny", {"falcon-1": ARMS["falcon-1"]}, "falcon-1", SMALL, 1)
     (run,) = run_study(small, tmp_path / "out", workers=1, say=str)
     assert run.cost["state_bytes"] == state_bytes(config_of(small.run("falcon-1", 0)), 5)
+
+
+def shares(arm, longer, **less):
+    """Outcomes with these shares of longer sums right, one for each seed; of other measures so much less."""
+    by = {"exact": 0.0, "token": 0.0} | less
+    return [
+        Outcome(arm, seed, arm, 1000, (1, 2), [2, 3], 8, {name: [1.0, share - off] for name, off in by.items()})
+        for seed, share in enumerate(longer)
+    ]
+
+
+def test_claims_are_computed_whatever_they_say():
+    """Ahead of both spreads, behind them, or neither; one seed decides nothing."""
+    ahead, behind = shares("falcon-3a.3", [0.8, 0.9]), shares("mamba2", [0.1, 0.2])
+    close, single = shares("falcon-1a.3", [0.5, 0.66]), shares("retnet", [0.9])
+    theirs = shares("transformer", [0.5, 0.6], generated=0.0, generated_token=0.25)
+    groups = {run[0].arm: run for run in (theirs, ahead, behind, close, single)}
+    study = Study("sums", "", "addition-small", {arm: [] for arm in groups}, "transformer", seeds=2)
+    told = "\n".join(sentences([Trained("sums", study, groups)]))
+    for name, word, by in (
+        ("falcon-3a.3", "holds", "+30.0 ± 0.0 points, 2 seeds; paper: +21.4"),
+        ("mamba2", "refuted", "-40.0 ± 0.0 points, 2 seeds; paper: +9.4"),
+        ("falcon-1a.3", "not decided", "+3.0 ± 3.0 points, 2 seeds; paper: +20.1"),
+        ("retnet", "not decided", "+40.0 points, 1 seed; paper: +17.1"),
+    ):
+        assert f"[sums](#sums): {name} above the Transformer on longer sums: **{word}** ({by})." in told
+    assert "pair by pair of 5 models: 4 holds, 1 refuted, 5 not decided." in told
+    assert "digits by -25.0 (transformer)" in told
+    assert sentences([Trained("sums", replace(study, scored="validation"), groups)]) == []
+    cells = {"next, after": ahead, "same, after": behind}
+    square = Study("pairs", "", "addition-small", {arm: [] for arm in cells}, "next, after", seeds=2)
+    (told,) = sentences([Trained("pairs", square, cells)])
+    assert "falcon-3a.3, read after the write **holds** (+70.0 ± 0.0 points, 2 seeds)." in told
+    gains = {"m, gain < 1": theirs, "m, gain < 2": close}
+    capped = Study("gains", "", "s3-tiny", {arm: [] for arm in gains}, "m, gain < 1", seeds=2)
+    (told,) = sentences([Trained("gains", capped, gains)])
+    assert told.endswith("a gain up to 2 ahead of one up to 1: not decided for m (+3.0 ± 3.0 points, 2 seeds).")

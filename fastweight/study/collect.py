@@ -2,7 +2,7 @@
 
     results/NAME/README.md (or one other .md)     becomes a section, pictures included
     results/NAME/study.json                       of a study on addition stands beside the paper's Table 3, one of
-                                                  language models (recipe lm-...) beside its perplexities
+                                                  language models beside its perplexities; and claims.py reads it
     results/open.md                               open points, written by hand; absent figures are added to them
 
 A difference is marked where it is larger than twice the spread over our seeds. Trap: our addition studies are
@@ -11,7 +11,8 @@ smaller than the paper's models, so their table compares orders, not levels, and
 
 import json
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean, stdev
 
@@ -20,28 +21,39 @@ from fastweight.evaluation.outcomes import Outcome, outcome_from
 from fastweight.evaluation.page import html_page, markdown_table
 from fastweight.evaluation.text_outcomes import TextOutcome
 from fastweight.files import write_text
+from fastweight.study.claims import Trained, is_addition, sentences
 from fastweight.study.figures import spread
+from fastweight.study.plan import Study
+from fastweight.study.report import by_arm, kinds
 
 PICTURE = re.compile(r"(!?\[[^\]]*\]\()(?!https?:|#|/)([^)\s]+)(\))")
-HEADING = re.compile(r"^(#+) ", flags=re.MULTILINE)
+HEADING = re.compile(r"^(#+) (.*)", flags=re.MULTILINE)
 BLOCK = re.compile(r"^```.*?^```", flags=re.MULTILINE | re.DOTALL)
 
 
 def collect(results: Path) -> str:
     """The page as Markdown, with links relative to `results`. ValueError when there is nothing to collect."""
-    sections = [(folder.name, text) for folder in _folders(results) if (text := _text_of(folder)) is not None]
-    if not sections:
+    pages = {folder.name: text for folder in _folders(results) if (text := _text_of(folder)) is not None}
+    if not pages:
         raise ValueError(f"results: got {results}, expected a directory with results (NAME/README.md)")
-    additions, texts = _addition_outcomes(results), _text_outcomes(results)
-    parts = ["# Results", INTRODUCTION, "## Beside the paper", *_beside(additions, texts)]
-    parts += [_shifted(text, name) for name, text in sections]
-    parts += ["## Open", _open(results, additions)]
+    titles = _titles(pages)
+    studies, texts = _studies(results)
+    parts = ["# Results", INTRODUCTION, *(f"* [{title}](#{name})" for name, title in titles.items())]
+    parts = ["\n\n".join(parts[:2]), "\n".join(parts[2:]), "## Beside the paper", *_beside(studies, texts)]
+    claims = sentences(studies)
+    parts += [CLAIMS, "\n".join(claims)] if claims else []
+    parts += [_section(text, name, titles[name]) for name, text in pages.items()]
+    parts += ["## Open", _open(results, studies)]
     return "\n\n".join(part.strip() for part in parts) + "\n"
 
 
 INTRODUCTION = """\
 Everything that was measured, on one page; each section says by which command, where and at which commit. The paper's
-own figures come first, with ours where there are any."""
+own figures come first, with ours where there are any, and what holds here of its claims."""
+CLAIMS = """\
+**Claims**, computed from the outcomes. One arm is ahead of another where the mean difference, seed by seed, is larger
+than the standard deviation over seeds of both; ± is the standard error of a difference. What holds does so for our
+models, tasks and sizes, not for the paper's."""
 
 
 def write_collection(results: Path, out: Path) -> list[Path]:
@@ -64,59 +76,75 @@ def _text_of(folder: Path) -> str | None:
     return named[0].read_text(encoding="utf-8") if named else None
 
 
-def _shifted(text: str, folder: str) -> str:
+def _titles(pages: Mapping[str, str]) -> dict[str, str]:
+    """The first heading of every page; the folder's name beside it where others are called the same."""
+    found = {name: first[2] if (first := HEADING.search(text)) else name for name, text in pages.items()}
+    count = Counter(found.values())
+    return {name: t if count[t] == 1 or t == name else f"{t} ({name})" for name, t in found.items()}
+
+
+def _section(text: str, folder: str, title: str) -> str:
     """A page as a section of another: headings one deeper, links and pictures from the directory above."""
+    text = HEADING.sub(lambda found: f"{found[1]} {title}", text, count=1)
     blocks = BLOCK.findall(text)
     text = BLOCK.sub("\0", text)
-    text = PICTURE.sub(lambda found: f"{found[1]}{folder}/{found[2]}{found[3]}", HEADING.sub(r"#\1 ", text))
+    text = PICTURE.sub(lambda found: f"{found[1]}{folder}/{found[2]}{found[3]}", HEADING.sub(r"#\1 \2", text))
     for block in blocks:
         text = text.replace("\0", block, 1)
-    return text
+    return f'<a id="{folder}"></a>\n\n{text}'
 
 
-def _outcomes(results: Path, recipes: str) -> dict[str, list[Outcome | TextOutcome]]:
-    """Outcomes of all studies whose recipe begins so, by arm; arms may be models of the paper."""
-    found: dict[str, list[Outcome | TextOutcome]] = {}
+def _studies(results: Path) -> tuple[list[Trained], list[tuple[str, Study, list[TextOutcome]]]]:
+    """All studies of drawn problems, and those of language models."""
+    drawn, texts = [], []
     for file in sorted(results.glob("*/study.json")):
         told = json.loads(file.read_text(encoding="utf-8"))
-        for raw in told["outcomes"] if told["study"]["recipe"].startswith(recipes) else ():
-            outcome = outcome_from(raw)
-            found.setdefault(outcome.arm, []).append(outcome)
-    return found
+        study, outcomes = Study(**told["study"]), [outcome_from(raw) for raw in told["outcomes"]]
+        of_text, others = kinds(outcomes)
+        if of_text:
+            texts.append((file.parent.name, study, of_text))
+        else:
+            drawn.append(Trained(file.parent.name, study, by_arm(study, others)))
+    return drawn, texts
 
 
-def _addition_outcomes(results: Path) -> dict[str, list[Outcome]]:
-    found = _outcomes(results, "addition")
-    return {arm: [o for o in group if isinstance(o, Outcome)] for arm, group in found.items()}
+def _beside(studies: Sequence[Trained], texts: Sequence[tuple[str, Study, list[TextOutcome]]]) -> list[str]:
+    """The paper's tables, each once for every study of ours that has its models."""
+    parts = [ADDITION]
+    for one in [one for one in studies if is_addition(one)] or [None]:
+        groups = {} if one is None else one.groups
+        names = [*paper.ADDITION, *(arm for arm in groups if arm not in paper.ADDITION)]
+        rows = [_addition_row(name, groups.get(name, [])) for name in names]
+        parts += [*([] if one is None else [_where(one.folder, groups)]), markdown_table(ADDITION_HEAD, rows)]
+    parts.append(LANGUAGE)
+    for found in [found for found in texts if any(arm in paper.PERPLEXITY for arm in found[1].arms)] or [None]:
+        ours = {} if found is None else by_arm(found[1], found[2])
+        names = [*paper.PERPLEXITY, *(arm for arm in ours if arm not in paper.PERPLEXITY)]
+        rows = [_language_row(name, ours.get(name, [])) for name in names]
+        parts += [*([] if found is None else [_where(found[0], ours)]), markdown_table(LANGUAGE_HEAD, rows)]
+    return parts
 
 
-def _text_outcomes(results: Path) -> dict[str, list[TextOutcome]]:
-    found = _outcomes(results, "lm-")
-    return {arm: [o for o in group if isinstance(o, TextOutcome)] for arm, group in found.items()}
+ADDITION = """\
+**Addition**, % of whole sums right, teacher-forced unless generated (paper: 124M, one seed). "Longer" is longer than in
+training. * marks differences of its mean above twice our spread over seeds; levels of smaller models need not agree."""
+ADDITION_HEAD = ["model", "paper: trained", "33 to 48", "at 33", "at 48", "here: seeds", "trained", "longer sums"]
+ADDITION_HEAD += ["shortest of them", "longest", "longer, generated freely", "difference"]
+LANGUAGE = """\
+**Language**, perplexities and zero-shot average at 124M to 130M parameters on 49.2B tokens of FineWeb-Edu. Ours are of
+smaller models on other, far fewer tokens: their order may be compared, their levels may not."""
+LANGUAGE_HEAD = ["model", "paper: WikiText", "LAMBADA", "FineWeb-Edu", "zero-shot average"]
+LANGUAGE_HEAD += ["here: seeds", "validation", "WikiText-2", "LAMBADA"]
 
 
-def _beside(additions: dict[str, list[Outcome]], texts: dict[str, list[TextOutcome]]) -> list[str]:
-    addition = markdown_table(
-        ["model", "paper: trained", "33 to 48", "at 33", "at 48", "here: seeds", "longer sums", "difference"],
-        [_addition_row(name, additions.get(name, [])) for name in paper.ADDITION],
-    )
-    head = ["model", "paper: WikiText", "LAMBADA", "FineWeb-Edu", "zero-shot average"]
-    language = markdown_table(
-        [*head, "here: seeds", "validation", "WikiText-2", "LAMBADA"],
-        [_language_row(name, texts.get(name, [])) for name in paper.PERPLEXITY],
-    )
-    return [
-        "**Addition**, % of whole sums right, teacher-forced, longer than in training (paper: 124M, one seed). * marks "
-        "differences above twice our spread over seeds; levels of smaller models need not agree.",
-        addition,
-        "**Language**, perplexities and zero-shot average at 124M to 130M parameters on 49.2B tokens of FineWeb-Edu. "
-        "Ours are of smaller models on other, far fewer tokens: their order may be compared, their levels may not.",
-        language,
-    ]
+def _where(folder: str, groups: Mapping[str, Sequence[Outcome]] | Mapping[str, Sequence[TextOutcome]]) -> str:
+    sizes = sorted({o.num_parameters for group in groups.values() for o in group})
+    told = " to ".join(f"{size / 1e6:.1f}M" for size in dict.fromkeys((sizes[0], sizes[-1])))
+    return f"Here: [{folder}](#{folder}), {told} parameters."
 
 
 def _language_row(name: str, ours: Sequence[TextOutcome]) -> list[str]:
-    row = [name, *map(_figure, (*paper.PERPLEXITY[name], paper.ZERO_SHOT.get(name)))]
+    row = [name, *map(_figure, (*paper.PERPLEXITY.get(name, (None,) * 3), paper.ZERO_SHOT.get(name)))]
     if not ours:
         return [*row, "not run", "-", "-", "-"]
     told = (("validation", "perplexity"), ("wikitext2", "word_perplexity"), ("lambada", "perplexity"))
@@ -124,24 +152,36 @@ def _language_row(name: str, ours: Sequence[TextOutcome]) -> list[str]:
 
 
 def _addition_row(name: str, ours: Sequence[Outcome]) -> list[str]:
-    row = paper.ADDITION[name]
-    told = [name, *(_figure(value) for value in row)]
-    values = [100 * value for o in ours if (value := o.mean("exact", longer=True)) is not None]
-    if not values:
-        return [*told, "not run", "-", "-"]
-    off = mean(values) - row.longer
-    mark = "*" if len(values) > 1 and abs(off) > 2 * stdev(values) else ""
-    return [*told, str(len(values)), spread(values, 1), f"{off:+.1f}{mark}"]
+    row = paper.ADDITION.get(name)
+    told = [name, *map(_figure, row or (None,) * 4)]
+    if not ours:
+        return [*told, "not run", *["-"] * 6]
+    first = min((i for i, size in enumerate(ours[0].sizes) if size > ours[0].trained[1]), default=None)
+    cells = [_means(ours, "exact", False), _means(ours, "exact", True)]
+    cells += [[o.shares["exact"][at] for o in ours] if at is not None else [] for at in (first, -1)]
+    cells.append(_means([o for o in ours if "generated" in o.shares], "generated", True))
+    told += [str(len(ours)), *(spread([100 * value for value in values], 1) for values in cells)]
+    longer = [100 * value for value in cells[1]]
+    if row is None or not longer:
+        return [*told, "-"]
+    off = mean(longer) - row.longer
+    mark = "*" if len(longer) > 1 and abs(off) > 2 * stdev(longer) else ""
+    return [*told, f"{off:+.1f}{mark}"]
+
+
+def _means(ours: Sequence[Outcome], measure: str, longer: bool) -> list[float]:
+    return [value for o in ours if (value := o.mean(measure, longer)) is not None]
 
 
 def _figure(value: float | None) -> str:
     return "-" if value is None else f"{value:g}"
 
 
-def _open(results: Path, outcomes: dict[str, list[Outcome]]) -> str:
+def _open(results: Path, studies: Sequence[Trained]) -> str:
     written = results / "open.md"
     parts = [written.read_text(encoding="utf-8").strip()] if written.is_file() else []
-    missing = [name for name in paper.ADDITION if name not in outcomes]
+    known = {arm for one in studies if is_addition(one) for arm in one.groups}
+    missing = [name for name in paper.ADDITION if name not in known]
     if missing:
         parts.append(f"* Table 3 (addition) has no figure of ours for {', '.join(missing)}.")
     parts.append(

@@ -1,0 +1,159 @@
+"""Studies into what holds here of the paper's claims, in sentences that are computed, whatever they say.
+
+That one arm is ahead of another holds where the mean difference, seed by seed, is larger than the spread (standard
+deviation over seeds) of both; it is refuted where the opposite is that large; otherwise it is not decided. One seed
+decides nothing. Traps: the spread is that of few seeds; our models are smaller than the paper's, and a page that says
+"holds" speaks of ours.
+"""
+
+from collections.abc import Mapping, Sequence
+from itertools import combinations
+from statistics import mean, stdev
+from typing import NamedTuple
+
+from fastweight.evaluation import paper
+from fastweight.evaluation.outcomes import Outcome
+from fastweight.study.effects import Groups, comparisons, paired
+from fastweight.study.figures import difference
+from fastweight.study.plan import Study
+
+HOLDS, REFUTED, OPEN = "holds", "refuted", "not decided"
+AHEAD = ("falcon-3a.3", "falcon-1a.3", "falcon-1.3", "retnet", "mamba2")  # of the Transformer, as the paper has it
+
+
+class Trained(NamedTuple):
+    """A study with the outcomes of its arms, and the folder that it lies in."""
+
+    folder: str
+    study: Study
+    groups: Groups
+
+
+def sentences(studies: Sequence[Trained]) -> list[str]:
+    """A line for each claim that a study speaks of."""
+    lines = []
+    for one in studies:
+        place = f"[{one.folder}](#{one.folder})"
+        if is_addition(one):
+            lines += [f"* {place}: {told}" for told in _table_3(one.groups)]
+        told = _pairing(one) or _gains(one)
+        lines += [f"* {place}: {told}"] if told else []
+    return lines
+
+
+def is_addition(one: Trained) -> bool:
+    """Whether a study's arms stand beside those of the paper's Table 3."""
+    tested = one.study.recipe.startswith("addition") and one.study.scored == "test"
+    return tested and any(arm in paper.ADDITION for arm in one.groups)
+
+
+def verdict(ours: Sequence[Outcome], theirs: Sequence[Outcome], measure: str, longer: bool) -> str:
+    """Whether `ours` is ahead of `theirs`."""
+    values = paired(ours, theirs, measure, longer)
+    spreads = [_spread(group, measure, longer) for group in (ours, theirs)]
+    if len(values) < 2 or None in spreads:
+        return OPEN
+    margin, limit = mean(values), max(spread or 0.0 for spread in spreads)
+    return HOLDS if margin > limit else REFUTED if margin < -limit else OPEN
+
+
+def _spread(group: Sequence[Outcome], measure: str, longer: bool) -> float | None:
+    values = [value for o in group if (value := o.mean(measure, longer)) is not None]
+    return stdev(values) if len(values) > 1 else None
+
+
+def _against(ours: Sequence[Outcome], theirs: Sequence[Outcome], measure: str, longer: bool) -> str:
+    values = paired(ours, theirs, measure, longer)
+    seeds = f"{len(values)} seed{'s' * (len(values) != 1)}"
+    return f"{difference([100 * value for value in values], 1)} points, {seeds}"
+
+
+def _table_3(groups: Groups) -> list[str]:
+    lines, means = [], {arm: _mean(group, "exact") for arm, group in groups.items()}
+    theirs = groups.get("transformer", [])
+    for name in AHEAD:
+        ours = groups.get(name, [])
+        if ours and theirs:
+            papers = paper.ADDITION[name].longer - paper.ADDITION["transformer"].longer
+            told = f"{_against(ours, theirs, 'exact', True)}; paper: {papers:+.1f}"
+            lines.append(
+                f"{name} above the Transformer on longer sums: **{verdict(ours, theirs, 'exact', True)}** ({told})."
+            )
+    both = [name for name in paper.ADDITION if means.get(name) is not None]
+    if len(both) > 2:
+        lines.append(_order(groups, both))
+    new = [
+        f"{arm} {100 * value:.1f} %" for arm, value in means.items() if arm not in paper.ADDITION and value is not None
+    ]
+    if new:
+        lines.append(f"not in the paper's table, whole longer sums right: {', '.join(new)}.")
+    return lines + _free(groups)
+
+
+def _order(groups: Groups, names: Sequence[str]) -> str:
+    """How many pairs of models stand as in the paper's Table 3."""
+    words = {HOLDS: 0, REFUTED: 0, OPEN: 0}
+    for one, other in combinations(names, 2):
+        first, second = sorted((one, other), key=lambda name: -paper.ADDITION[name].longer)
+        words[verdict(groups[first], groups[second], "exact", True)] += 1
+    told = ", ".join(f"{count} {word}" for word, count in words.items())
+    return f"the order of Table 3, pair by pair of {len(names)} models: {told}."
+
+
+def _free(groups: Groups) -> list[str]:
+    """How far free generation is from teacher forcing."""
+    both = {arm: [o for o in group if "generated" in o.shares] for arm, group in groups.items()}
+    apart = {
+        arm: (_mean(group, "generated") or 0.0) - (_mean(group, "exact") or 0.0) for arm, group in both.items() if group
+    }
+    if not apart:
+        return []
+    arm = max(apart, key=lambda arm: abs(apart[arm]))
+    digits = {a: (_mean(g, "generated_token") or 0.0) - (_mean(g, "token") or 0.0) for a, g in both.items() if g}
+    worst = min(digits, key=lambda arm: digits[arm])
+    return [
+        f"free generation of longer sums against teacher forcing: whole sums differ by at most {100 * apart[arm]:+.1f} "
+        f"points ({arm}), digits by {100 * digits[worst]:+.1f} ({worst})."
+    ]
+
+
+def _pairing(one: Trained) -> str:
+    """Next-latent against same-step pairs, all else locked."""
+    groups = one.groups
+    if not {"next, after", "same, after"} <= groups.keys():
+        return ""
+    measure, longer = _measure(one)
+    told = [
+        f"{timing} the write **{verdict(groups[ours], groups[theirs], measure, longer)}** "
+        f"({_against(groups[ours], groups[theirs], measure, longer)})"
+        for timing in ("after", "before")
+        if (ours := f"next, {timing}") in groups and (theirs := f"same, {timing}") in groups
+    ]
+    mixer = next(iter(groups.values()))[0].mixer
+    return f"next-latent pairs ahead of same-step ones, {mixer}, read {'; read '.join(told)}."
+
+
+def _gains(one: Trained) -> str:
+    """Gains above 1 against gains below."""
+    measure, longer = _measure(one)
+    found: dict[str, list[str]] = {HOLDS: [], OPEN: [], REFUTED: []}
+    for _, ours, theirs in comparisons(list(one.study.arms)):
+        if "gain < 2" in ours and ours in one.groups and theirs in one.groups:
+            pair = one.groups[ours], one.groups[theirs]
+            found[verdict(*pair, measure, longer)].append(
+                f"{ours.partition(',')[0]} ({_against(*pair, measure, longer)})"
+            )
+    told = "; ".join(f"{word} for {', '.join(names)}" for word, names in found.items() if names)
+    return f"a gain up to 2 ahead of one up to 1: {told}." if told else ""
+
+
+def _measure(one: Trained) -> tuple[str, bool]:
+    """What a study is judged by: whole sums or single answers, on longer problems where there are any."""
+    outcomes: Mapping[str, Sequence[Outcome]] = one.groups
+    measure = "exact" if one.study.recipe.startswith("addition") else "token"
+    return measure, any(o.mean(measure, True) is not None for group in outcomes.values() for o in group)
+
+
+def _mean(group: Sequence[Outcome], measure: str) -> float | None:
+    values = [value for o in group if (value := o.mean(measure, True)) is not None]
+    return mean(values) if values else None
