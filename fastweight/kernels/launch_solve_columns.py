@@ -24,8 +24,9 @@ from fastweight.kernels.launch import (
     tables,
     wide,
 )
-from fastweight.kernels.launch_hopper import descriptor
+from fastweight.kernels.launch_hopper import WIDTHS, descriptor, tiles
 
+STAGES = 3  # blocks of 16 tokens in shared memory, which leaves room for a second program
 UNKNOWN_ONE = 1  # what the kernels must not know to be 1 (solve_columns.py)
 
 
@@ -57,6 +58,39 @@ def couple(plan: Plan, given: Inputs, cu_seqlens: Tensor | None, energies: Tenso
     return couplings
 
 
+def walks_fast(given: Inputs, where: Geometry) -> bool:
+    """Whether the walks on Hopper compute this call: dense, 16 bits, as many key as value columns, no carried key."""
+    dense = where.cu is None and given.unmasked is None and given.key0 is None
+    square = given.q.shape[3] == given.v.shape[3] and given.v.shape[3] in WIDTHS
+    small = given.v.dtype != torch.float32 and 0 < where.tokens * given.v.shape[2] < 2**29
+    if not (unproven.asked_for() and dense and square and small):
+        return False
+    assert given.beta is not None, "every call here has a gain per value column"
+    aligned = all(tensor.data_ptr() % 16 == 0 for tensor in (given.q, given.k, given.v, given.beta))
+    return aligned and launch_hopper_gradient.available(given.v.device)
+
+
+def _walk(
+    kernel: Any, plan: Plan, given: Inputs, where: Geometry, values: Tensor, couplings, energies, *results
+) -> None:
+    """Starts one of the walks on Hopper; values: of the tokens, or the gradients of what they read."""
+    from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    B, T, H, D = given.v.shape
+    beta: Any = given.beta
+    row = H * D
+    layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * beta.itemsize, rank=3)
+    start(
+        kernel, (B * H,),
+        tiles(given.k, 64, 16), tiles(given.q, 64, 16), tiles(values, D, 16),
+        TensorDescriptor(beta, [B, T, row], [T * row, row, 1], [1, 16, D], layout), couplings, energies, given.lam,
+        *results, where.length, where.chunks, where.tokens, float(plan.eps), float(plan.floor), H=H,
+        KH=given.q.shape[2], D=D, SHIFT=int(plan.shift), SCALED=plan.scaled, DIRECT=plan.direct, BEFORE=plan.before,
+        STAGES=STAGES, num_warps=4,
+    )  # fmt: skip
+
+
 def forward(plan, q, k, v, beta, lam, state0, key0, has_key, mask, cu_seqlens, save):
     """o, final S, key energies, residuals and chunk states."""
     given = Inputs.of(plan, q, k, v, beta, lam, key0, has_key, mask)
@@ -70,11 +104,18 @@ def forward(plan, q, k, v, beta, lam, state0, key0, has_key, mask, cu_seqlens, s
     couplings = couple(plan, given, cu_seqlens, energies, back=False)
     named = settings(plan, given)
     grid = where.sequences * H * triton.cdiv(V, named["BV"])
-    if grid:
+    start0 = None if state0 is None else state0.contiguous()
+    kept = residual if save else None, states if save else None
+    if walks_fast(given, where):
+        from fastweight.kernels import hopper_solve_columns
+
+        _walk(
+            hopper_solve_columns.forward, plan, given, where, given.v, couplings, energies, start0, o, *kept, state1
+        )  # fmt: skip
+    elif grid:
         start(
             solve_columns.forward, (grid,),
-            *given, couplings, energies, None if state0 is None else state0.contiguous(), o,
-            residual if save else None, states if save else None, state1, *Walk(where, 1, 2**30).arguments,
+            *given, couplings, energies, start0, o, *kept, state1, *Walk(where, 1, 2**30).arguments,
             float(plan.eps), float(plan.floor), UNKNOWN_ONE, **named,
         )  # fmt: skip
     return o, state1, energies if save else energies.new_empty(q.shape[2], 0), residual, states
@@ -94,11 +135,19 @@ def backward(plan, d_o, d_state1, q, k, v, beta, lam, key0, has_key, mask, cu_se
     common = (given.q, given.k, d_o, given.beta, given.lam, *given[5:], couplings, energies)
     blocks = -(-V // named["BV"])
     fast = unproven.asked_for() and given.q.shape[3] == V and launch_hopper_gradient.fits(given, d_o, states)
-    if where.sequences and H:
+    d_end = None if d_state1 is None else d_state1.contiguous()
+    if fast and walks_fast(given, where):
+        from fastweight.kernels import hopper_solve_columns
+
+        _walk(
+            hopper_solve_columns.backward_state, plan, given, where, d_o, couplings, energies, d_end, out.v, out.states,
+            out.state0,
+        )  # fmt: skip
+    elif where.sequences and H:
         start(
             solve_columns_gradient.backward_state, (where.sequences * H * blocks,),
-            *common, None if d_state1 is None else d_state1.contiguous(), out.states, out.state0,
-            out.v if fast else None, *Walk(where, 1, 2**30).arguments, *steps, **named,
+            *common, d_end, out.states, out.state0, out.v if fast else None, *Walk(where, 1, 2**30).arguments,
+            *steps, **named,
         )  # fmt: skip
     if where.slots and H:
         wild = _backward_tame(plan, where, given, d_o, saved, out) if fast else None
