@@ -98,20 +98,23 @@ def meets(i, j, level):
 
 
 @triton.jit
+def quick_log(alpha, carry):
+    """log2 of the carry to 1e-5 of it: a series and the device's own logarithm."""
+    series = -LOG2E * alpha * (1 + alpha * (1 / 2 + alpha * (1 / 3 + alpha * (1 / 4))))
+    return tl.maximum(tl.where(alpha < 1 / 64, series, libdevice.fast_log2f(carry)), LEAST)
+
+
+@triton.jit
 def column_steps(
     energy, gain, ridge, pair, eps, floor, SCALED: tl.constexpr, DIRECT: tl.constexpr, EXACT: tl.constexpr
 ):
     """eta and log2 decay of every token and column; what belongs to a token only has a 1 for the columns.
 
-    EXACT: to the last digits of float32; else a series and the device's own logarithm, to 1e-5 of l.
+    EXACT: l to the last digits of float32; else `quick_log`.
     """
     eta, _r, _d, alpha, carry, _o, writes = step_sizes(energy, gain, ridge, pair, eps, floor, SCALED, DIRECT)
-    if EXACT:
-        log_decay = step_log_decay(alpha, carry, floor)
-    else:
-        series = -LOG2E * alpha * (1 + alpha * (1 / 2 + alpha * (1 / 3 + alpha * (1 / 4))))
-        log_decay = tl.where(alpha < 1 / 64, series, libdevice.fast_log2f(carry))
-    return eta, tl.where(writes, tl.maximum(log_decay, LEAST), 0.0)
+    log_decay = tl.maximum(step_log_decay(alpha, carry, floor), LEAST) if EXACT else quick_log(alpha, carry)
+    return eta, tl.where(writes, log_decay, 0.0)
 
 
 @triton.jit
@@ -243,3 +246,26 @@ def backward_state(
         tl.store(d_state0 + slot + state_at, dS, mask=in_state)
     if spans is not None:
         tl.store(spans + (seg.to(tl.int64) * H + h) * V + cv, span, mask=cv < V)
+
+
+@triton.jit(do_not_specialize=["segments"])
+def join(
+    local, spans, outside, found, segments,
+    H: tl.constexpr, SIZE: tl.constexpr, V: tl.constexpr, REVERSE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """States that segments start from (end at, in reverse), from what each adds to one that its decays leave of it.
+
+    spans: log2 decays [segments of all sequences, H, V].
+    """
+    n = tl.program_id(0) // H
+    h = tl.program_id(0) % H
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    state = tl.zeros([BLOCK], tl.float64)
+    if outside is not None:
+        state += tl.load(outside + (n.to(tl.int64) * H + h) * SIZE + at, mask=at < SIZE, other=0.0).to(tl.float64)
+    for turn in range(segments):
+        s = segments - 1 - turn if REVERSE else turn
+        here = (n * segments + s).to(tl.int64) * H + h
+        tl.store(found + here * SIZE + at, state.to(tl.float32), mask=at < SIZE)
+        left = tl.exp2(tl.load(spans + here * V + at % V, mask=at < SIZE, other=0.0))
+        state = state * left + tl.load(local + here * SIZE + at, mask=at < SIZE, other=0.0).to(tl.float64)

@@ -149,22 +149,6 @@ class Walk(NamedTuple):
         return rearrange(state, "(n s) h k v -> n s h k v", s=self.segments)
 
 
-def chain(decays: Tensor, local: Tensor, outside: Tensor | None, reverse: bool) -> Tensor:
-    """States [N segments, ...] that segments start from (end at, in reverse), from what each leaves and what it adds.
-
-    Of the classes that subtract nothing: a segment multiplies by its decays [N, segments, H, 1, 1 or V], in float64.
-    """
-    order = list(range(local.shape[1]))
-    if reverse:
-        order.reverse()
-    state = torch.zeros_like(local[:, 0]) if outside is None else outside
-    found: dict[int, Tensor] = {}
-    for s in order:
-        found[s] = state.float()
-        state = decays[:, s] * state.double() + local[:, s]
-    return torch.stack([found[s] for s in range(local.shape[1])], dim=1).flatten(0, 1)
-
-
 def make_steps(plan: Plan, given: Inputs, where: Geometry, nonzero: bool) -> tuple[Tensor, Tensor]:
     H = given.v.shape[2]
     weight = torch.empty(H, where.tokens, dtype=torch.float32, device=given.v.device)
@@ -223,13 +207,3 @@ class Gradients:
         optional = (self.beta, self.lam, self.state0, d_key0)
         beta, lam, state0, key0 = (self.nothing.new_empty(0) if tensor is None else tensor for tensor in optional)
         return d_q, d_k, self.v, beta, lam, state0, key0
-
-
-def reverse_in_pieces(reverse: Any, walk: Walk, decays: Tensor, d_state1: Tensor | None, out: Gradients) -> None:
-    """The reverse walk twice: from nothing, for what each segment adds, then from the true gradients at their ends."""
-    local = out.nothing.new_empty(walk.where.sequences * walk.segments, *out.states.shape[1:])
-    reverse(None, local)
-    ends = chain(decays, walk.pieces(local), d_state1, reverse=True)
-    reverse(ends, local)
-    if out.state0 is not None:
-        out.state0 = walk.pieces(local)[:, 0].contiguous()

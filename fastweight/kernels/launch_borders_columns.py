@@ -44,7 +44,5 @@ def reverse(plan: Plan, given: Inputs, walk: Walk, _rates, saved, d_o: Tensor, l
 
 def walk_back(plan: Plan, given: Inputs, walk: Walk, _rates, saved, d_o: Tensor, ends: Tensor) -> Gradients:
     out = Gradients(given, walk.where, False)
-    paths = launch_columns.draw_paths(plan, given.v, 64, flip=False)
-    launch_columns.walk_back(plan, given, walk, (paths, saved[0], out.states), d_o, ends, None)
-    launch_columns.rest(plan, given, walk.where, d_o, saved, paths, out)
+    launch_columns.from_ends(plan, given, walk, saved, d_o, ends, None, out)
     return out

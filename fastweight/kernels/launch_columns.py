@@ -1,8 +1,8 @@
 """Host side of the inner-product class with a gain per value column: allocates, launches columns.py and its gradient.
 
-Calls of the kind that `forgets_little` knows first take columns_tame.py and hopper_columns_gradient.py, if asked for
-(unproven.py). They note where decays are too strong for them; there, and for all other calls, the kernels that take any
-decay do the work.
+Calls that launch_hopper_columns knows first take its walks, and others of the kind that `forgets_little` knows
+columns_tame.py and hopper_columns_gradient.py. They note where decays are too strong for them; there, and for all other
+calls, the kernels that take any decay do the work.
 
 Saved for the backward pass, per token and value head: 4 bytes of key energy, and K V / 64 elements of chunk states.
 """
@@ -10,9 +10,17 @@ Saved for the backward pass, per token and value head: 4 bytes of key energy, an
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 
-from fastweight.kernels import columns, columns_gradient, columns_tame, launch_hopper_gradient, unproven
+from fastweight.kernels import (
+    columns,
+    columns_gradient,
+    columns_tame,
+    launch_hopper_additive,
+    launch_hopper_columns,
+    launch_hopper_gradient,
+)
 from fastweight.kernels.geometry import Geometry
 from fastweight.kernels.launch import (
     Gradients,
@@ -20,9 +28,8 @@ from fastweight.kernels.launch import (
     Plan,
     Tile,
     Walk,
-    chain,
+    aligned,
     precision,
-    reverse_in_pieces,
     serial_tile,
     start,
     tables,
@@ -48,9 +55,7 @@ def settings(plan: Any, given: Inputs) -> dict[str, Any]:
 
 
 def forgets_little(plan: Plan, given: Inputs, d_o: Tensor, states: Tensor, where: Geometry) -> bool:
-    """Whether the kernels for tame chunks come first: asked for, and of what fits them, the calls they are made for."""
-    if not unproven.asked_for():
-        return False
+    """Whether the kernels for tame chunks come first: of what fits them, the calls they are made for."""
     usual = plan.shift and not (plan.before or plan.scaled or plan.direct)
     dense = where.cu is None and given.unmasked is None
     same = given.q.shape[3] == given.v.shape[3] and given.v.dtype == torch.bfloat16
@@ -78,20 +83,40 @@ def forward(plan, q, k, v, beta, lam, state0, key0, has_key, mask, cu_seqlens, s
     state1 = torch.empty(where.sequences, H, K, V, dtype=torch.float32, device=v.device)
     states = v.new_empty(where.slots if save else 0, H, K, V)
     energies = state1.new_empty(H, where.tokens if save else 0)
-    programs = programs_of(walk_tile, given, where)
-    walk = Walk.of(where, programs)
+    walk, quick = walk_of(plan, given, where, walk_tile)
     paths = draw_paths(plan, v, 16, flip=True)
     made = paths, o, energies, states
     if walk.segments > 1:
         local = state1.new_empty(where.sequences * walk.segments, H, K, V)
-        spans = state1.new_empty(where.sequences * walk.segments, H, 1, V)
-        walk_forward(plan, given, walk, made, None, local, False, spans)
-        begins = chain(_decays(walk, spans), walk.pieces(local), state0, reverse=False)
-        walk_forward(plan, given, walk, made, begins, local, save)
+        spans = state1.new_empty(where.sequences * walk.segments, H, V)
+        if quick:
+            launch_hopper_columns.add_up(plan, given, walk, local, spans)
+        else:
+            walk_forward(plan, given, walk, made, None, local, False, spans)
+        walk_forward(plan, given, walk, made, _join(walk, local, spans, state0, reverse=False), local, save)
         state1 = walk.pieces(local)[:, -1].contiguous()
-    elif programs:
+    elif state1.numel():
         walk_forward(plan, given, walk, made, state0, state1, save)
     return o, state1, energies, states
+
+
+def walk_of(plan: Plan, given: Inputs, where: Geometry, tile_of: Any) -> tuple[Walk, bool]:
+    """In how many pieces sequences are walked, and whether on Hopper."""
+    if launch_hopper_columns.fits(plan, given, where.cu):
+        return launch_hopper_additive.walk_of(where, given), True
+    return Walk.of(where, programs_of(tile_of, given, where)), False
+
+
+def _join(walk: Walk, local: Tensor, spans: Tensor, outside: Tensor | None, reverse: bool) -> Tensor:
+    """States that pieces start from (end at, in reverse), from what each adds and its log2 decays."""
+    H, K, V = local.shape[1:]
+    found = torch.empty_like(local)
+    start(
+        columns.join, (walk.where.sequences * H, triton.cdiv(K * V, 1024)),
+        local, spans, None if outside is None else outside.contiguous(), found, walk.segments,
+        H=H, SIZE=K * V, V=V, REVERSE=reverse, BLOCK=1024, num_warps=4,
+    )  # fmt: skip
+    return found
 
 
 def programs_of(tile_of: Any, given: Inputs, where: Geometry) -> int:
@@ -113,15 +138,12 @@ def walk_forward(
     start0 = None if state0 is None else state0.contiguous()
     filled = start0, o, energies, states, state1, spans
     wild = None
-    if walk.segments == 1 and forgets_little(plan, given, given.v, states, walk.where):
+    if spans is None and launch_hopper_columns.fits(plan, given, walk.where.cu):
+        wild = launch_hopper_columns.forward(plan, given, walk, start0, o, energies, states, state1)
+    elif walk.segments == 1 and forgets_little(plan, given, given.v, states, walk.where):
         wild = torch.empty(programs, dtype=torch.int8, device=given.v.device)
         start(columns_tame.forward, programs, *given, *filled, wild, *numbers, **flags)
     start(columns.forward, programs, *given, paths, *filled, wild, *numbers, **flags)
-
-
-def _decays(walk: Walk, spans: Tensor) -> Tensor:
-    """What each segment leaves of a state, [N, segments, H, 1, V]."""
-    return torch.exp2(walk.pieces(spans).double())
 
 
 def backward(plan, d_o, d_state1, q, k, v, beta, lam, key0, has_key, mask, cu_seqlens, saved, want_state):
@@ -130,23 +152,37 @@ def backward(plan, d_o, d_state1, q, k, v, beta, lam, key0, has_key, mask, cu_se
     given = Inputs.of(plan, q, k, v, beta, lam, key0, has_key, mask)
     B, T, H, V = v.shape
     where = Geometry.of(B, T, cu_seqlens)
-    d_o = d_o.contiguous()
+    d_o = aligned(d_o)
     out = Gradients(given, where, want_state)
-    programs = programs_of(serial_tile, given, where)
-    walk = Walk.of(where, programs)
-    paths = draw_paths(plan, v, 64, flip=False)
-
-    def reverse(d_end: Tensor | None, d_start: Tensor | None, spans: Tensor | None = None) -> None:
-        walk_back(plan, given, walk, (paths, energies, out.states), d_o, d_end, d_start, spans)
-
+    walk, quick = walk_of(plan, given, where, serial_tile)
+    ends, begins = d_state1, out.state0
     if walk.segments > 1:
-        spans = out.nothing.new_empty(where.sequences * walk.segments, H, 1, V)
-        reverse(None, None, spans)
-        reverse_in_pieces(reverse, walk, _decays(walk, spans), d_state1, out)
-    elif programs:
-        reverse(d_state1, out.state0)
-    rest(plan, given, where, d_o, saved, paths, out)
+        begins = out.nothing.new_empty(where.sequences * walk.segments, *out.states.shape[1:])
+        spans = out.nothing.new_empty(where.sequences * walk.segments, H, V)
+        if quick:
+            launch_hopper_columns.reverse(plan, given, walk, energies, d_o, begins, spans)
+        else:
+            made = draw_paths(plan, v, 64, flip=False), energies, out.states
+            walk_back(plan, given, walk, made, d_o, None, begins, spans)
+        ends = _join(walk, begins, spans, d_state1, reverse=True)
+    from_ends(plan, given, walk, saved, d_o, ends, begins, out)
+    if want_state and begins is not None and walk.segments > 1:
+        out.state0 = walk.pieces(begins)[:, 0].contiguous()
     return out.result()
+
+
+def from_ends(
+    plan: Plan, given: Inputs, walk: Walk, saved: tuple[Tensor, Tensor], d_o: Tensor, d_end: Tensor | None,
+    d_start: Tensor | None, out: Gradients,
+) -> None:  # fmt: skip
+    """Fills d_start, if given, and all other gradients, from those of the states that pieces end with."""
+    paths, wild = draw_paths(plan, given.v, 64, flip=False), None
+    if launch_hopper_columns.fits(plan, given, walk.where.cu):
+        end = None if d_end is None else d_end.contiguous()
+        wild = launch_hopper_columns.backward(plan, given, walk, saved, d_o, end, d_start, out)
+    elif programs_of(serial_tile, given, walk.where):
+        walk_back(plan, given, walk, (paths, saved[0], out.states), d_o, d_end, d_start)
+    rest(plan, given, walk.where, d_o, saved, paths, out, wild)
 
 
 def walk_back(
@@ -165,9 +201,10 @@ def walk_back(
 
 
 def rest(
-    plan: Plan, given: Inputs, where: Geometry, d_o: Tensor, saved: tuple[Tensor, Tensor], paths: Tensor, out: Gradients
-) -> None:
-    """All gradients but that of the initial state, from the chunks' states and state gradients."""
+    plan: Plan, given: Inputs, where: Geometry, d_o: Tensor, saved: tuple[Tensor, Tensor], paths: Tensor,
+    out: Gradients, wild: Tensor | None,
+) -> None:  # fmt: skip
+    """All gradients but that of the initial state, from the chunks' states and state gradients; wild: only of these."""
     energies, states = saved
     H, K, V, v = given.v.shape[2], given.q.shape[3], given.v.shape[3], given.v
     steps = float(plan.eps), float(plan.floor)
@@ -177,8 +214,7 @@ def rest(
         shares = energies.new_empty(blocks, 2, H, where.tokens)
         d_scores = given.v.new_empty(blocks, where.slots, H, 64, 64)
         common = (given.q, given.k, given.v, d_o, given.beta, given.lam, *given[5:], paths)
-        wild = None
-        if forgets_little(plan, given, d_o, states, where):
+        if wild is None and forgets_little(plan, given, d_o, states, where):
             wild = torch.ones(where.slots, H, dtype=torch.int8, device=v.device)
             launch_hopper_gradient.columns(plan, given, where, d_o, saved, out, wild)
         start(

@@ -72,7 +72,7 @@ def start(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -
     known = inspect.signature(run).parameters
     given = [_argument(argument) for argument in arguments]
     named = {name: _translated(value) for name, value in options.items() if name in known}
-    LAUNCH.writers, LAUNCH.readers = {}, {}
+    LAUNCH.grid, LAUNCH.writers, LAUNCH.readers = grid, {}, {}
     for number, ids in enumerate(itertools.product(*(range(size) for size in grid))):
         LAUNCH.program = Program(ids, number + 1)
         run(*given, **named)

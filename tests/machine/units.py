@@ -26,6 +26,7 @@ class Program:
 
 
 class Launch:
+    grid: tuple[int, ...]
     program: Program
     writers: dict[int, torch.Tensor]
     readers: dict[int, torch.Tensor]
@@ -351,3 +352,8 @@ def thread_barrier() -> None:
 def program_id(axis: int) -> Tile:
     ids = LAUNCH.program.ids
     return tile(torch.tensor(ids[axis] if axis < len(ids) else 0, dtype=torch.int32))
+
+
+@word
+def num_programs(axis: int) -> int:
+    return LAUNCH.grid[axis]

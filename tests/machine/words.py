@@ -122,6 +122,8 @@ WORDS |= {
     "trans": lambda value: value.transpose(0, 1),
     "cdiv": lambda a, b: -(-a // b),
     "static_range": range,
+    "range": lambda *ends, **_: range(*map(int, ends)),
+    "split": lambda value: (value[..., 0], value[..., 1]),
     "debug_barrier": lambda: None,
     "convert_layout": lambda value, layout: value,
     "fast_dividef": lambda a, b: a / b,
