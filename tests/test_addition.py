@@ -70,6 +70,19 @@ def test_mixed_widths_are_each_right_and_padded_on_the_right() -> None:
         assert (labels != IGNORE).nonzero().flatten().tolist() == list(range(2 * width + 2, end))
 
 
+def test_items_have_one_shape_and_hold_what_is_drawn() -> None:
+    """Whatever the widths of an item, which without padding decide its length."""
+    items = AdditionBatches((1, 6), 2, 30, seed=0)
+    shapes = {items[i]["input_ids"].shape for i in range(30)}
+    assert shapes == {(2, 21)}
+    widths = torch.tensor([3, 1])
+    bare, padded = (addition.draw(widths, torch.Generator().manual_seed(1), longest=n) for n in (0, 6))
+    assert torch.equal(padded.input_ids[:, :12], bare.input_ids)
+    assert torch.equal(padded.labels[:, :12], bare.labels)
+    assert (padded.input_ids[:, 12:] == PAD).all()
+    assert (padded.labels[:, 12:] == IGNORE).all()
+
+
 def test_digits_are_uniform() -> None:
     """Every digit of both summands, the leading one included: chi-square over 20,000 draws, 9 degrees of freedom."""
     batch = held_out(4, 20_000, seed=0)

@@ -182,6 +182,24 @@ def test_a_worker_that_failed_or_died_is_replaced_and_gpus_take_turns():
     assert list(workers.run_pieces([(0,)], work, 1, end=0.0)) == [], "no time: nothing is done"
 
 
+def test_a_worker_goes_on_with_pieces_of_its_kind(monkeypatch):
+    """It takes the first of another kind only when there is none."""
+    given = []
+    monkeypatch.setattr(workers, "_hired", lambda work, gpu, piece: workers._Worker(None, Pipe(), gpu, piece))
+    monkeypatch.setattr(workers, "_given", lambda worker, piece: given.append(piece) or worker._replace(piece=piece))
+    monkeypatch.setattr(workers, "_answer", lambda worker: (True, "done"))
+    monkeypatch.setattr(workers, "wait", lambda pipes, timeout: pipes[:1])
+    pieces = [("a", 0), ("b", 0), ("c", 0), ("a", 1), ("b", 1), ("c", 1)]
+    done = [piece for piece, _ in workers.run_pieces(pieces, work, 2, gpus=["0"], kind=lambda piece: piece[0])]
+    assert sorted(done) == sorted(pieces)
+    assert given == [("a", 1), ("b", 1), ("c", 0), ("c", 1)]
+
+
+class Pipe:
+    def close(self):
+        pass
+
+
 def test_what_settings_are_chosen_by_is_neither_the_test_nor_longer(tmp_path):
     """Other problems of the training sizes; and neither kind of outcome counts as one of the other."""
     study = Study("sweep", "", "parity-tiny", {"falcon-1": ARMS["falcon-1"]}, "falcon-1", SMALL, 1, scored="validation")
@@ -207,7 +225,7 @@ def test_a_study_that_is_stopped_reports_what_is_done(tmp_path, monkeypatch):
     plan.write_text(f"recipe: parity-tiny\nsettings: {json.dumps(SMALL)}\narms: {json.dumps(ARMS)}\nseeds: 1\n")
     study = load_study(str(plan))
 
-    def stopped_after_one(pieces, work, workers, end, gpus):
+    def stopped_after_one(pieces, work, workers, end, gpus, kind):
         assert gpus == [""], "a study on the CPU shows its workers no GPU"
         place = member_dir(out, *study.members()[0])
         place.mkdir(parents=True)

@@ -3,7 +3,8 @@
     out/ARM/seed-N/           the run directory of the member (checkpoints, metrics.jsonl)
     out/ARM/seed-N/outcome.json
 
-Small models do not fill a GPU, so several processes share one (`workers.py`). A member with an outcome is done; one
+Small models do not fill a GPU, so several processes share one (`workers.py`), and one that has trained an arm goes on
+with other seeds of it, whose graphs and kernels it has. A member with an outcome is done; one
 that was cut short goes on from its last complete checkpoint. Traps: every process has one CPU thread, or they would
 fight for cores; a member that fails is told and left out, so the report says how many seeds an arm has; training may
 leave TF32 switched on in its process, and scores are of float32.
@@ -68,7 +69,7 @@ def run_study(
         pieces = [(runs[member], member_dir(out, *member), *member, scoring) for member in to_do]
         gpus = [NO_GPU] if on_cpu(study) else visible_gpus()
         try:
-            _follow(run_pieces(pieces, _member, workers, end, gpus), len(to_do), start, say)
+            _follow(run_pieces(pieces, _member, workers, end, gpus, kind=_arm), len(to_do), start, say)
         except KeyboardInterrupt:
             say("Stopped; what is done is kept, and the same command goes on.")
     return read_outcomes(study, out)
@@ -165,6 +166,11 @@ def _same_runs(study: Study, told: dict[str, Any]) -> dict[Member, dict[str, Any
     return found
 
 
+def _arm(piece: tuple) -> str:
+    """What a process has compiled for."""
+    return piece[2]
+
+
 def _member(run: Run, run_dir: Path, arm: str, seed: int, scoring: Scoring) -> tuple[bool, str]:
     """Train and score one member in a worker; whether it went well, and a sentence."""
     import torch
@@ -174,6 +180,8 @@ def _member(run: Run, run_dir: Path, arm: str, seed: int, scoring: Scoring) -> t
 
     torch.set_num_threads(run.training.threads or 1)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # each process would start one for every core
+    _forget_graphs_of_others(arm)
     if torch.cuda.is_initialized():
         torch.cuda.reset_peak_memory_stats()  # of the member before
     try:
@@ -186,6 +194,18 @@ def _member(run: Run, run_dir: Path, arm: str, seed: int, scoring: Scoring) -> t
         return False, f"failed: {type(error).__name__}: {error}"
     write_json(run_dir / OUTCOME, asdict(outcome))
     return True, outcome.in_words()
+
+
+_compiled_for: list[str] = []  # the arm of the member before, in a worker
+
+
+def _forget_graphs_of_others(arm: str) -> None:
+    """Compiled graphs of other arms go: after eight for one function torch silently compiles no more."""
+    import torch
+
+    if _compiled_for not in ([], [arm]):
+        torch.compiler.reset()
+    _compiled_for[:] = [arm]
 
 
 def _exact_products() -> None:

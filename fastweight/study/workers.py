@@ -42,7 +42,12 @@ def visible_gpus() -> list[str]:
 
 
 def run_pieces(
-    pieces: Sequence[Piece], work: Work, workers: int, end: float | None = None, gpus: Sequence[str] = ()
+    pieces: Sequence[Piece],
+    work: Work,
+    workers: int,
+    end: float | None = None,
+    gpus: Sequence[str] = (),
+    kind: Callable[[Piece], Any] = lambda piece: None,
 ) -> Iterator[tuple[Piece, str]]:
     """Work on pieces, `workers` at a time; yields each with the sentence it ended with, in the order of their ends.
 
@@ -50,6 +55,7 @@ def run_pieces(
         work: a function of a module, called with the parts of a piece.
         end: on the clock of time.monotonic; pieces that are not done by then are given up and not yielded.
         gpus: names for CUDA_VISIBLE_DEVICES; workers take turns. Without any, workers see what this process sees.
+        kind: what a process has compiled for: it takes the next piece of the kind of its last one, if there is any.
     """
     waiting, busy = deque(pieces), dict[Connection, _Worker]()
     places = deque([gpus[i % len(gpus)] if gpus else None for i in range(workers)])
@@ -65,7 +71,7 @@ def run_pieces(
                 worker = busy.pop(pipe)  # type: ignore[arg-type]
                 well, told = _answer(worker)
                 if well and waiting:
-                    busy[worker.pipe] = _given(worker, waiting.popleft())
+                    busy[worker.pipe] = _given(worker, _next(waiting, kind, kind(worker.piece)))
                 else:
                     worker.pipe.close()  # which ends the process
                     places.append(worker.gpu)
@@ -73,6 +79,13 @@ def run_pieces(
     finally:
         for worker in busy.values():
             worker.process.terminate()
+
+
+def _next(waiting: deque[Piece], kind: Callable[[Piece], Any], wanted: Any) -> Piece:
+    """Takes the first piece of the wanted kind, or else the first."""
+    piece = next((piece for piece in waiting if kind(piece) == wanted), waiting[0])
+    waiting.remove(piece)
+    return piece
 
 
 def _hired(work: Work, gpu: str | None, piece: Piece) -> _Worker:

@@ -14,9 +14,11 @@ shorter problems are padded on the right, which needs no attention mask because 
 are IGNORE. There are only 100 problems of width 1, so "held out" there means a different draw, not unseen pairs.
 """
 
+from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from einops import rearrange
 from jaxtyping import Bool, Int
 from torch import Tensor
@@ -67,8 +69,8 @@ def add_digits(a: Int[Tensor, "B N"], b: Int[Tensor, "B N"]) -> Int[Tensor, "B N
     place = torch.arange(total.shape[-1], device=total.device)
     decided = torch.where(total == 9, -1, place).cummax(dim=-1).values  # the place that decides the carry out of i
     carry_out = torch.where(decided < 0, 0, (total > 9).long().gather(-1, decided.clamp(min=0)))
-    carry_in = torch.nn.functional.pad(carry_out, (1, 0))  # [B, N + 1]
-    return (torch.nn.functional.pad(total, (0, 1)) + carry_in) % 10
+    carry_in = F.pad(carry_out, (1, 0))  # [B, N + 1]
+    return (F.pad(total, (0, 1)) + carry_in) % 10
 
 
 def problems(a: Int[Tensor, "B N"], b: Int[Tensor, "B N"], widths: Int[Tensor, "B"]) -> AdditionBatch:
@@ -96,15 +98,20 @@ def problems(a: Int[Tensor, "B N"], b: Int[Tensor, "B N"], widths: Int[Tensor, "
     return AdditionBatch(input_ids, torch.where(in_answer, input_ids, IGNORE), widths)
 
 
-def draw(widths: Int[Tensor, "B"], generator: torch.Generator) -> AdditionBatch:
-    """One random problem for each entry of `widths` (each at least 1), on the CPU."""
+def draw(widths: Int[Tensor, "B"], generator: torch.Generator, longest: int = 0) -> AdditionBatch:
+    """One random problem for each entry of `widths` (each at least 1), on the CPU.
+
+    Rows are padded as if the batch had a problem of width `longest` too, which changes none that are drawn.
+    """
     if widths.numel() == 0 or int(widths.min()) < 1:
         raise ValueError(f"widths: got {widths.tolist()}, expected at least one width, each at least 1 digit")
     most = int(widths.max())
     digits = torch.randint(10, (2, widths.shape[0], most), generator=generator)
     used: Bool[Tensor, "B N"] = torch.arange(most) >= most - rearrange(widths, "b -> b 1")
     a, b = digits * used
-    return problems(a, b, widths)
+    ids, labels, _ = problems(a, b, widths)
+    missing = max(3 * (longest - most), 0)
+    return AdditionBatch(F.pad(ids, (0, missing), value=PAD), F.pad(labels, (0, missing), value=IGNORE), widths)
 
 
 def held_out(width: int, count: int, seed: int, stream: str = "test") -> AdditionBatch:
@@ -120,8 +127,9 @@ class AdditionBatches(DrawnBatches):
         batch_size: problems in one item.
         num_batches: number of items.
         seed: of the whole run's data.
-        layout: "mixed" draws a width for each problem and pads on the right; "single" draws one width for each item
-            (no padding, but a noisier gradient when a step has few items).
+        layout: "mixed" draws a width for each problem and pads on the right, all items to one length, so that what is
+            compiled for a shape is compiled once; "single" draws one width for each item (no padding, but a noisier
+            gradient when a step has few items).
     """
 
     def __init__(
@@ -133,5 +141,6 @@ class AdditionBatches(DrawnBatches):
             raise ValueError(f"batch_size, num_batches: got {batch_size}, {num_batches}, expected >= 1 and >= 0")
         if layout not in ("mixed", "single"):
             raise ValueError(f"layout: got {layout!r}, expected 'mixed' or 'single'")
-        super().__init__(draw, widths, batch_size, num_batches, seed)
+        padded = partial(draw, longest=widths[1] if layout == "mixed" else 0)
+        super().__init__(padded, widths, batch_size, num_batches, seed)
         self.one_size = layout == "single"
