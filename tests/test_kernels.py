@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fastweight as fw
-from fastweight.kernels import dispatch
+from fastweight.kernels import dispatch, unproven
 from tests.interpreter import INTERPRETED, run_interpreted
 from tests.kernel_harness import (
     NUMBERS,
@@ -272,6 +272,12 @@ class TestOnDevice:
     @pytest.mark.parametrize("test", SURROUNDED, ids=lambda test: f"{test.rule}-{SURROUNDED.index(test)}")
     def test_surroundings(self, test, width, dtype):
         check(at(test, *test.shape[:4], width, width), dtype, "cuda")
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+    @pytest.mark.parametrize("test", SURROUNDED, ids=lambda test: f"{test.rule}-{SURROUNDED.index(test)}")
+    def test_wide_surroundings(self, test, dtype, monkeypatch):
+        monkeypatch.setenv(unproven.SWITCH, "1")
+        check(at(test, *test.shape[:4], 256, 256), dtype, "cuda")
 
     @pytest.mark.parametrize("rule", ["falcon-1", "falcon-1a", "falcon-3a"])
     def test_thousands_of_sequences(self, rule):
