@@ -28,6 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from fastweight.kernels.gates import load_head, step_sizes
 from fastweight.kernels.hopper_parts import FLAT, LINE, SHARED, nil
+from fastweight.kernels.solve_columns_gradient import forgets_much
 
 COLUMN = gl.constexpr(gl.BlockedLayout([16, 1], [1, 32], [1, 4], [0, 1]))  # a thread has all tokens of a column
 ALONG = gl.constexpr(gl.SliceLayout(0, COLUMN.value))
@@ -262,12 +263,13 @@ def forward(
 
 @gluon.jit(do_not_specialize=["length", "chunks", "tokens"])
 def backward_state(
-    k_desc, q_desc, d_o_desc, beta_desc, couplings, energies, lam, d_state1, d_u, d_states, d_state0,
+    k_desc, q_desc, d_o_desc, beta_desc, couplings, energies, lam, d_state1, d_u, d_states, d_state0, kept, wild,
     length, chunks, tokens, eps, floor,
     H: gl.constexpr, KH: gl.constexpr, D: gl.constexpr, SHIFT: gl.constexpr, SCALED: gl.constexpr,
     DIRECT: gl.constexpr, BEFORE: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """One sequence of one head in reverse: dU, the state gradient at every chunk end, and where wanted dS_0."""
+    """One sequence of one head in reverse: dU, the state gradient at every chunk end, where wanted dS_0, the products
+    of chunks' carries [chunks, H, D], and whether they forget much."""
     PARTS: gl.constexpr = D // 64
     dtype: gl.constexpr = k_desc.dtype
     n = gl.program_id(0) // H
@@ -302,6 +304,8 @@ def backward_state(
         S1 = _state(d_state1, slot, PARTS - 1, D)
     r = gl.arange(0, 16, DOWN)[:, None]
     cv = gl.arange(0, D, ALONG)
+    passed = gl.full([D], 1.0, gl.float32, ALONG)
+    least = passed
     for turn in range(0, count):
         b = count - 1 - turn
         stage = turn % STAGES
@@ -355,6 +359,14 @@ def backward_state(
             total *= _row(carry, r, t)
             d_y = gl.where(r == t, d_y * -here[None, :], d_y)
             do = gl.where(r == t, do * (here if BEFORE else total)[None, :], do)
+        passed *= total
+        least = gl.minimum(least, gl.min(carry, axis=0))
+        if b % 4 == 0:
+            at_chunk = (n * chunks + b // 4).to(gl.int64) * H + h
+            gl.store(kept + at_chunk * D + cv, passed)
+            gl.store(wild + at_chunk, forgets_much(passed, least, dtype).to(gl.int8))
+            passed = gl.full([D], 1.0, gl.float32, ALONG)
+            least = passed
         s_written.slice(0, 16, 0).store(d_y.to(dtype))
         s_written.slice(16, 16, 0).store(do.to(dtype))
         s_total.store(total)

@@ -4,25 +4,25 @@ For 16-bit calls with 64 or 128 key columns and as many value columns. With l th
 its sums up to and with each token of a chunk, h = g - l those before it, u = eta .* residual the writes, dU their
 gradients and dY = eta .* dU those of the values, every column's own decay goes into operands
 
-    m = 2^-g .* u      r = 2^g .* dO      w = -2^h .* dY      E = 2^(g_C) .* dS_C
+    m = 2^-g .* u      r = 2^g .* dO      w = -2^h .* dY      n = 2^(g_C) .* m
 
 and what is left is shared by all columns. With P = [j <= i] Q X^T and G = [j < i] X X^T,
 
     dP = [j <= i] r m^T     dQ = r S_0^T + dP X
-    dG = [j < i] w m^T      dX = w S_0^T + m E^T + dP^T Q + (dG + dG^T) X
-    dl_t = sum_k S_0 .* E + sum_(j < t) m .* (X E) + sum_(i > t) w .* (X S_0 + G m)
+    dG = [j < i] w m^T      dX = w S_0^T + n dS^T + dP^T Q + (dG + dG^T) X
+    dl_t = 2^(g_C) .* sum_k S_0 .* dS + sum_(j < t) n .* (X dS) + sum_(i > t) w .* (X S_0 + G m)
            + sum_(i >= t) (r .* (Q S_0 + P m) - m .* (P^T r + G^T w))
 
 What pairs on one side of t add to the last two sums cancels to the digits of float32, because all terms multiply the
-same rounded r, w and m. That is enough where no carry is small (LEAST_CARRY), because dl is divided by it. Other chunks
-are noted, and solve_columns_gradient.py follows for them.
+same rounded r, w and m. That is enough where no carry is small, because dl is divided by it. For chunks that forget
+much (solve_columns_gradient.py says which) `backward_chunk` follows.
 
 One program has a multiprocessor to itself and all its tiles in shared memory at once; D / 16 warps leave each thread
 room for four accumulators. How copies, products and barriers go together, and their traps, as in hopper_parts.py.
 
-Traps: dU waits in the memory of d_v, where `backward_state` left it. Sums over tokens are products with matrices of
-ones, and the one whose terms cancel takes them in three pieces of 8 bits. With reads before writes r has 2^h, P has
-j < i, and reads count for i > t.
+Traps: dU waits in the memory of d_v, where `backward_state` left it. l is rounded to 16 bits, and its sums are sums of
+that. Sums over tokens are products with matrices of ones, and the one whose terms cancel takes them in three pieces of
+8 bits. With reads before writes r has 2^h, P has j < i, and reads count for i > t.
 """
 
 # pyright: basic, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
@@ -38,15 +38,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra import libdevice
 
-from fastweight.kernels.columns import column_steps
 from fastweight.kernels.gates import load_head, step_gradient, step_sizes
 from fastweight.kernels.hopper_parts import SHARED, arrive, copy_rows, new_barrier, nil, rows
 from fastweight.kernels.tiles import chunk_span, has_pair, source_rows
 
-LEAST_CARRY = gl.constexpr(-8.0)  # log2: what cancels to 1e-7 of what is added may be multiplied by 2^8
-TAME = gl.constexpr(-60.0)  # least log2 decay of a chunk whose inverse is in range
-TAME_HALF = gl.constexpr(-4.0)  # the same in float16
+LEAST = gl.constexpr(-62.0)  # below all g of chunks that are done here
 # Accumulators of [64, D] and [64, 64]; copies of D and of 64 columns; D = 64 takes 4 warps, D = 128 takes 8.
 WIDE_64 = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
 WIDE_128 = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 2], instr_shape=[16, 64, 16]))
@@ -103,12 +101,12 @@ def _store_rows(pointer, tile, first, i, h, start, keep, H: gl.constexpr, W: gl.
 @gluon.jit(do_not_specialize=["length", "chunks", "tokens"])
 def backward_token(
     q, k, d_o, beta, lam, key0, has_key, unmasked, previous, energies, residual, states, d_states,
-    d_q, d_k, d_v, d_beta, d_lam, d_key0, wild,
+    kept, wild, d_q, d_k, d_v, d_beta, d_lam, d_key0,
     cu, chunk_seq, chunk_start, length, chunks, tokens, eps, floor,
     H: gl.constexpr, KH: gl.constexpr, D: gl.constexpr,
     SHIFT: gl.constexpr, SCALED: gl.constexpr, DIRECT: gl.constexpr, BEFORE: gl.constexpr,
 ):  # fmt: skip
-    """One chunk of one head: all gradients but those of states; wild [chunks, H]: those that were not made."""
+    """One chunk of one head: all gradients but those of states; kept, wild: as `backward_state` left them."""
     WIDE: gl.constexpr = WIDE_64 if D == 64 else WIDE_128
     SQUARE: gl.constexpr = WIDE_64 if D == 64 else SQUARE_128
     LEFT: gl.constexpr = LEFT_64 if D == 64 else LEFT_128
@@ -121,6 +119,9 @@ def backward_token(
     n, first, low, high = chunk_span(chunk, cu, chunk_seq, chunk_start, length, chunks, 64)
     if n < 0:
         return
+    at_chunk = chunk.to(gl.int64) * H + h
+    if gl.load(wild + at_chunk) != 0:
+        return
     kh = h // (H // KH)
     dtype: gl.constexpr = q.dtype.element_ty
     landed = new_barrier()
@@ -132,6 +133,7 @@ def backward_token(
     s_stage = gl.allocate_shared_memory(gl.bfloat16, [64, D], SHARED)
     s_in = gl.allocate_shared_memory(dtype, [2 * PARTS, 64, 64], SHARED)  # columns of q, then of x
     s_scores = gl.allocate_shared_memory(dtype, [2, 64, 64], SHARED)
+    s_few = gl.allocate_shared_memory(gl.bfloat16, [16, D], SHARED)
     s_states = gl.allocate_shared_memory(dtype, [2 * PARTS, 64, D], SHARED)  # rows of a state, then of its gradient
 
     i = rows(TILE)
@@ -164,21 +166,13 @@ def backward_token(
     at = i[:, None] * (H * D) + gl.arange(0, D, along)[None, :]
     base = (first * H + h) * D
     gain = gl.load(beta + base + at, mask=pair[:, None], other=0.0).to(gl.float32)
-    eta, log_decay = column_steps(
-        energy[:, None], gain, ridge[:, None], pair[:, None], eps, floor, SCALED, DIRECT, False
+    eta, _r, _d, _a, carry, _o, _w = step_sizes(
+        energy[:, None], gain, ridge[:, None], pair[:, None], eps, floor, SCALED, DIRECT
     )
-    passed = log_decay.to(gl.float16)
+    passed = libdevice.fast_log2f(carry).to(gl.float16)
     s_passed = s_m._reinterpret(gl.float16, [64, D], SHARED)
     s_passed.store(passed)
-    total = gl.sum(passed.to(gl.float32), axis=0)
-    least: gl.constexpr = TAME_HALF if dtype == gl.float16 else TAME
-    too_small = gl.min(gl.min(log_decay, axis=1), axis=0) < LEAST_CARRY
-    is_lost = too_small | (gl.min(total, axis=0) < least)
-    gl.store(wild + chunk.to(gl.int64) * H + h, is_lost.to(gl.int8))
     arrive()
-    mbarrier.wait(landed, 0)
-    if is_lost:
-        return
     if key0 is not None:
         for part in gl.static_range(PARTS):
             col = part * 64 + gl.arange(0, 64, gl.SliceLayout(0, HALF))
@@ -203,14 +197,15 @@ def backward_token(
     reading = before if BEFORE else gl.exp2(g)
     s_r.store((s_r.load(WIDE).to(gl.float32) * reading).to(dtype))
     s_w.store((-before * (eta * s_u.load(WIDE).to(gl.float32))).to(dtype))
-    back = gl.exp2(-gl.maximum(g, TAME - 2))
+    back = gl.exp2(-gl.maximum(g, LEAST))
     s_m.store((eta * s_left.load(WIDE).to(gl.float32) * back).to(dtype))
-    end = gl.convert_layout(gl.exp2(total), gl.SliceLayout(0, TILE))
-    through = gl.zeros([D], gl.float32, gl.SliceLayout(0, TILE))
+    mbarrier.wait(landed, 0)
+    few = gl.sum(gl.reshape(gl.zeros([64, D], gl.float32, TILE), [4, 16, D]), axis=0)
     for part in gl.static_range(PARTS):
-        E = (s_states.index(PARTS + part).load(TILE).to(gl.float32) * end[None, :]).to(dtype)
-        s_states.index(PARTS + part).store(E)
-        through += gl.sum(E.to(gl.float32) * s_states.index(part).load(TILE).to(gl.float32), axis=0)
+        both = s_states.index(part).load(TILE).to(gl.float32) * s_states.index(PARTS + part).load(TILE).to(gl.float32)
+        few += gl.sum(gl.reshape(both, [4, 16, D]), axis=0)
+    to_end = gl.load(kept + at_chunk * D + gl.arange(0, D, gl.SliceLayout(0, few.type.layout)))
+    s_few.store((few * to_end[None, :]).to(gl.bfloat16))
     _shown()
 
     reads = _fresh(s_scores.index(nil()), s_m, WIDE)
@@ -235,13 +230,15 @@ def backward_token(
         terms += own - inner * m
     # What crosses a token to behind the chunk: nothing of it cancels, and 8 bits are enough.
     s_other = s_scores._reinterpret(gl.bfloat16, [64, D], SHARED)
-    s_other.store((behind * m).to(gl.bfloat16))
+    to_end = gl.load(kept + at_chunk * D + gl.arange(0, D, along))[None, :]
+    s_other.store((behind * m * to_end).to(gl.bfloat16))
     piece = terms.to(gl.bfloat16)
     s_stage.store(piece)
     terms -= piece.to(gl.float32)
     _shown()
     d_log = _fresh(_ones(1, gl.bfloat16, LEFT), s_other, WIDE)
     d_log = warpgroup_mma(_ones(2, gl.bfloat16, LEFT), s_stage, d_log, is_async=True)
+    d_log = warpgroup_mma(gl.full([64, 16], 1.0, gl.bfloat16, LEFT), s_few, d_log, is_async=True)
     d_log = warpgroup_mma_wait(0, deps=(d_log,))
     gl.thread_barrier()
     piece = terms.to(gl.bfloat16)
@@ -251,7 +248,7 @@ def backward_token(
     d_log = warpgroup_mma(_ones(2, gl.bfloat16, LEFT), s_other, d_log, is_async=True)
     d_log = warpgroup_mma(_ones(2, gl.bfloat16, LEFT), s_stage, d_log, is_async=True)
     d_log = warpgroup_mma_wait(0, deps=(d_log,))
-    d_log += gl.convert_layout(through, along)[None, :] - own
+    d_log -= own
 
     share = gl.zeros([64], gl.float32, gl.SliceLayout(1, WIDE))
     for _ in range(once):
@@ -274,6 +271,8 @@ def backward_token(
             gl.store(d_lam + first * H + h + i * H, gl.sum(to_ridge, axis=1), mask=live)
         share += gl.sum(to_energy, axis=1)
 
+    to_end = gl.load(kept + at_chunk * D + gl.arange(0, D, along) + nil())[None, :]
+    s_left.store((s_m.load(WIDE).to(gl.float32) * to_end).to(dtype))
     d_p = _fresh(s_r, s_m.permute((1, 0)), SQUARE)
     d_gram = _fresh(s_w, s_m.permute((1, 0)), SQUARE)
     d_p, d_gram = warpgroup_mma_wait(0, deps=(d_p, d_gram))
@@ -292,7 +291,7 @@ def backward_token(
         d_q_part = _fresh(s_r, s_states.index(nil() + part).permute((1, 0)), SQUARE)
         d_q_part = warpgroup_mma(s_scores.index(nil()), x, d_q_part, is_async=True)
         d_x = _fresh(s_w, s_states.index(nil() + part).permute((1, 0)), SQUARE)
-        d_x = warpgroup_mma(s_m, s_states.index(nil() + PARTS + part).permute((1, 0)), d_x, is_async=True)
+        d_x = warpgroup_mma(s_left, s_states.index(nil() + PARTS + part).permute((1, 0)), d_x, is_async=True)
         d_x = warpgroup_mma(s_scores.index(nil()).permute((1, 0)), s_in.index(nil() + part), d_x, is_async=True)
         d_x = warpgroup_mma(s_scores.index(nil() + 1).permute((1, 0)), x, d_x, is_async=True)
         d_x = warpgroup_mma(s_scores.index(nil() + 1), x, d_x, is_async=True)

@@ -135,23 +135,25 @@ def backward(plan, d_o, d_state1, q, k, v, beta, lam, key0, has_key, mask, cu_se
     common = (given.q, given.k, d_o, given.beta, given.lam, *given[5:], couplings, energies)
     blocks = -(-V // named["BV"])
     fast = unproven.asked_for() and given.q.shape[3] == V and launch_hopper_gradient.fits(given, d_o, states)
+    seen = (out.v, *_room_for_decays(where, given)) if fast else (None, None, None)
     d_end = None if d_state1 is None else d_state1.contiguous()
     if fast and walks_fast(given, where):
         from fastweight.kernels import hopper_solve_columns
 
         _walk(
             hopper_solve_columns.backward_state, plan, given, where, d_o, couplings, energies, d_end, out.v, out.states,
-            out.state0,
+            out.state0, *seen[1:],
         )  # fmt: skip
     elif where.sequences and H:
         start(
             solve_columns_gradient.backward_state, (where.sequences * H * blocks,),
-            *common, d_end, out.states, out.state0, out.v if fast else None, *Walk(where, 1, 2**30).arguments,
+            *common, d_end, out.states, out.state0, *seen, *Walk(where, 1, 2**30).arguments,
             *steps, **named,
         )  # fmt: skip
     if where.slots and H:
-        wild = _backward_tame(plan, where, given, d_o, saved, out) if fast else None
-        _backward_chunk(where, given, common, (residual, states), out, wild, blocks, steps, named)
+        if fast:
+            _backward_mild(plan, where, given, d_o, saved, seen[1:], out)
+        _backward_chunk(where, given, common, (residual, states), out, seen[2], blocks, steps, named)
     return out.result()
 
 
@@ -161,21 +163,26 @@ def state_rows(states: Tensor) -> Any:
     return descriptor(states, [states.numel() // V, V], [V, 1], [64, V])
 
 
-def _backward_tame(plan, where, given, d_o, saved, out: Gradients) -> Tensor:
-    """Everything that is parallel over chunks, on Hopper, of those that forget little; the others are noted."""
+def _room_for_decays(where: Geometry, given: Inputs) -> tuple[Tensor, Tensor]:
+    """For the products of every chunk's carries, and a byte that says whether it forgets much."""
+    H, V = given.v.shape[2:]
+    kept = torch.empty(where.slots, H, V, dtype=torch.float32, device=given.v.device)
+    return kept, torch.empty(where.slots, H, dtype=torch.int8, device=given.v.device)
+
+
+def _backward_mild(plan, where, given, d_o, saved, seen, out: Gradients) -> None:
+    """Everything that is parallel over chunks, on Hopper, of those that do not forget much."""
     from fastweight.kernels import hopper_solve_columns_gradient
 
     energies, residual, states = saved
-    wild = torch.empty(where.slots, given.v.shape[2], dtype=torch.int8, device=given.v.device)
     D = given.v.shape[3]
     start(
         hopper_solve_columns_gradient.backward_token, (where.slots * given.v.shape[2],),
         given.q, given.k, d_o, given.beta, given.lam, *given[5:], energies, residual, state_rows(states),
-        state_rows(out.states), out.q, out.k, out.v, out.beta, out.lam, out.key0, wild, *tables(where),
+        state_rows(out.states), *seen, out.q, out.k, out.v, out.beta, out.lam, out.key0, *tables(where),
         float(plan.eps), float(plan.floor), H=given.v.shape[2], KH=given.q.shape[2], D=D, SHIFT=int(plan.shift),
         SCALED=plan.scaled, DIRECT=plan.direct, BEFORE=plan.before, num_warps=D // 16,
     )  # fmt: skip
-    return wild
 
 
 def _backward_chunk(where, given, common, saved, out: Gradients, wild, blocks: int, steps, named) -> None:

@@ -50,6 +50,20 @@ from fastweight.kernels.tiles import (
     store_tile,
 )
 
+# Chunks that hopper_solve_columns_gradient.py leaves to `backward_chunk`: some column keeps less than this of its
+# state, or some token less than that.
+LEAST_KEPT = tl.constexpr(2.0**-60)
+LEAST_KEPT_HALF = tl.constexpr(2.0**-4)  # in float16
+LEAST_CARRY = tl.constexpr(2.0**-8)
+
+
+@triton.jit
+def forgets_much(kept, least, LOW: tl.constexpr):
+    """Whether a chunk is one of those; kept: the products of its carries, least: the smallest ones [columns]."""
+    return (tl.min(kept, axis=0) < (LEAST_KEPT_HALF if tl.float16 == LOW else LEAST_KEPT)) | (
+        tl.min(least, axis=0) < LEAST_CARRY
+    )
+
 
 @triton.jit
 def write_gradients(ends, do, eta, carry, rows, b, high, BEFORE: tl.constexpr):
@@ -119,12 +133,14 @@ def pair_gradients(
 
 @triton.jit(do_not_specialize=["length", "chunks", "tokens", "segments", "per_segment", "one"])
 def backward_state(
-    q, k, d_o, beta, lam, key0, has_key, unmasked, previous, couplings, energies, d_state1, d_states, d_state0, d_u,
+    q, k, d_o, beta, lam, key0, has_key, unmasked, previous, couplings, energies, d_state1, d_states, d_state0,
+    d_u, kept, wild,
     cu, chunk_start, length, chunks, tokens, segments, per_segment, eps, floor, one,
     H: tl.constexpr, KH: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     SHIFT: tl.constexpr, SCALED: tl.constexpr, DIRECT: tl.constexpr, BEFORE: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """One sequence of one head in reverse, BV value columns: the state gradient at every chunk end, dS_0 and dU."""
+    """One sequence of one head in reverse, BV value columns: the state gradient at every chunk end, dS_0, and where
+    wanted dU, the products of chunks' carries [chunks, H, V], and whether they forget much (then BV is V)."""
     pid = tl.program_id(0)
     blocks: tl.constexpr = (V + BV - 1) // BV
     h = (pid // blocks) % H
@@ -141,6 +157,8 @@ def backward_state(
     slot = (seg.to(tl.int64) * H + h) * (K * V)
     if d_state1 is not None:
         dS += tl.trans(tl.load(d_state1 + slot + state_at, mask=in_state, other=0.0).to(tl.float32))
+    passed = tl.full([BV], 1.0, tl.float32)
+    least = tl.full([BV], 1.0, tl.float32)
     last = tl.minimum(stop * 4, tl.cdiv(size, 16)) - 1
     for back in tl.range(0, last + 1 - start * 4):
         block = last - back
@@ -170,6 +188,15 @@ def backward_state(
         total = pick(before, b, 15) * pick(carry, b, 15)
         back_to_start = beside(d_y * -before, reads, BV).to(LOW)
         dS = tl.dot(back_to_start, xq, acc=dS * total[:, None], input_precision=DOT)
+        if kept is not None:
+            passed *= total
+            least = tl.minimum(least, tl.min(carry, axis=1))
+            if block % 4 == 0:
+                at_chunk = (lead + block // 4).to(tl.int64) * H + h
+                tl.store(kept + at_chunk * V + cv, passed, mask=cv < V)
+                tl.store(wild + at_chunk, forgets_much(passed, least, LOW).to(tl.int8))
+                passed = tl.full([BV], 1.0, tl.float32)
+                least = tl.full([BV], 1.0, tl.float32)
     if d_state0 is not None:
         tl.store(d_state0 + slot + state_at, tl.trans(dS), mask=in_state)
 
