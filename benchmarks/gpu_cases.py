@@ -135,7 +135,8 @@ class Case:
 
     make: imports what it needs and returns the call (q, k, v, beta, gate) -> o. judged: whether it computes the op
     itself (softmax attention stands beside it for scale only). tunes: chooses among configurations, or compiles for
-    minutes, at every new number of heads; quiet: and does not use the device until it has done so.
+    minutes, at every new number of heads; quiet: and does not use the device until it has done so. small: timed at the
+    first and the last of SHAPES alone, because it takes long.
     """
 
     label: str
@@ -146,15 +147,21 @@ class Case:
     trains: bool = True
     tunes: bool = False
     quiet: bool = False
+    small: bool = False
     widths: tuple[int, ...] = (64, 128)
 
     def shapes(self) -> list[Shape]:
         """Those of SHAPES that this case is timed at."""
-        return [shape for shape in SHAPES if shape[3] in self.widths]
+        shapes = (SHAPES[0], SHAPES[-1]) if self.small else SHAPES
+        return [shape for shape in shapes if shape[3] in self.widths]
 
 
 def _ours(name: str) -> Callable[[], Callable[[Given], Tensor]]:
     return lambda: lambda given: public(OPS[name], given, backend="triton")
+
+
+def _torch_form(name: str) -> Callable[[], Callable[[Given], Tensor]]:
+    return lambda: lambda given: public(OPS[name], given, form="chunk", backend="torch")
 
 
 def _softmax() -> Callable[[Given], Tensor]:
@@ -204,6 +211,8 @@ CASES = {
     case.label: case
     for case in (
         *(Case(name, name, _ours(name), peer=False) for name in OPS if name not in THEIRS),
+        Case("falcon-2, torch form", "falcon-2", _torch_form("falcon-2"), small=True),
+        Case("falcon-3, torch form", "falcon-3", _torch_form("falcon-3"), small=True),
         Case("SDPA, causal", "gated delta rule", _softmax, judged=False),
         Case(
             "FlashQLA gated delta rule",
@@ -275,5 +284,10 @@ TARGETS = (
         for width in (128, 64)
         for label, most in (("falcon-2", 1.6), ("falcon-3", 2.2), ("falcon-3, R = 8", 3.5))
         for most, against in ((most, "falcon-1"), (1.0, "FLA gated delta product"))
+    ),
+    *(
+        Target(label, "train", 0.1, f"{label}, torch form", width)
+        for width in (128, 64)
+        for label in ("falcon-2", "falcon-3")
     ),
 )

@@ -68,7 +68,8 @@ def verdicts(found: dict[str, Any]) -> list[tuple[Target, Shape, float | None]]:
     judged = []
     for target in TARGETS:
         for shape in SHAPES:
-            if shape[3] != target.width or shape not in CASES[target.label].shapes():
+            both = [CASES[label].shapes() for label in (target.label, target.against)]
+            if shape[3] != target.width or not all(shape in shapes for shapes in both):
                 continue
             own, rival = find(found, target.label, shape), find(found, target.against, shape)
             name = MODES[target.mode]

@@ -25,6 +25,7 @@ from benchmarks.gpu_cases import ALLOWED, CASES, OPS, REGIMES, SHAPES, Case, Giv
 
 DECODE = "decode"
 CYCLES_PER_S = 2e9  # of the device's clock, or fewer
+LONG = 0.2  # seconds of a call on the host, from which few calls say enough
 Call = Callable[[Given], Tensor]
 
 
@@ -86,6 +87,7 @@ def whole(case: Case, call: Call, shape: Shape) -> dict[str, float]:
 def milliseconds(run: Callable[[], Any], repeats: int = 15) -> float:
     """Median of the device's time, its cache flushed before each call, the host so far ahead that it never waits."""
     host = host_seconds(run)
+    repeats = repeats if host < LONG else 3
     cache = torch.empty(2**28, dtype=torch.int8, device="cuda")
     found = []
     for _ in range(repeats):
@@ -109,6 +111,8 @@ def host_seconds(run: Callable[[], Any], repeats: int = 5) -> float:
         start = time.perf_counter()
         run()
         found.append(time.perf_counter() - start)
+        if sum(found) > 5 * LONG:
+            break
     torch.cuda.synchronize()
     return median(found)
 
