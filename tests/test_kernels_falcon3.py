@@ -24,7 +24,9 @@ from tests.kernel_harness import kernel as run_kernel
 BEFORE = {"timing": "read-before-write"}
 W2 = {"window": 2}
 SMALL = {
-    "two blocks": case("falcon-3", W2, shape=(1, 33, 1, 1, 16, 24), no_gates=True),
+    "two parts": case("falcon-3", W2, shape=(1, 17, 1, 1, 16, 24), no_gates=True),
+    "five parts, two blocks": case("falcon-3", shape=(1, 54, 1, 1, 16, 16)),
+    "eight pairs": case("falcon-3", {"window": 8}, shape=(1, 10, 1, 1, 16, 16), state=True),
     "reads first, a carried key": case("falcon-3", W2 | BEFORE, shape=(1, 5, 1, 1, 16, 16), state=True, key=True),
     "packed, own keys": case(
         "falcon-3", {"window": 3, "pairing": "same-step", "ridge": "scaled"}, shape=(1, 9, 1, 1, 16, 16),
@@ -78,11 +80,13 @@ def test_too_wide_is_refused_on_a_device(window, monkeypatch):
 
 
 @interpreted
-def test_interpreted_chunk_states_made_again():
-    from fastweight.kernels import rebuilt_states
+def test_interpreted_chunk_states_made_again(monkeypatch):
+    """And what the blocks are made from, a block at a time."""
+    from fastweight.kernels import launch_windows, rebuilt_states
 
+    monkeypatch.setattr(launch_windows, "TURN", 1)
     with rebuilt_states():
-        check(case("falcon-3", W2, shape=(1, 33, 1, 1, 16, 16), state=True), torch.float32, "cpu")
+        check(case("falcon-3", W2, shape=(1, 63, 1, 1, 16, 16), state=True), torch.float32, "cpu")
 
 
 def hard_keys(K: int) -> torch.Tensor:
@@ -107,7 +111,11 @@ def test_interpreted_top_eigenvalue_of_hard_windows():
     plan = launch.Plan(1e-6, 1e-4, False, False, False, False, False, False, window=R)
     given = launch.Inputs.of(plan, k, k, k, None, None, None, None, None)
     block = launch_windows.Block.of(R)
-    facts = launch_windows.Measured.of(plan, given, Geometry.of(1, T, None, block.tokens), block).facts[0].double()
+    where = Geometry.of(1, T, None, block.tokens)
+    turn = launch_windows.Turn(0, where.slots)
+    measured = launch_windows.Measured.of(given, block, [turn])
+    launch_windows.measure(plan, given, where, block, turn, measured, True)
+    facts = measured.facts[0].double()
     stream = torch.cat((torch.zeros(R - 1, 16), keys)).double()
     windows = torch.stack([stream[t : t + R] for t in range(T)])
     gram = windows @ windows.mT

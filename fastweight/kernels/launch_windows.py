@@ -1,15 +1,15 @@
 """Host side of regression over a window: allocates, and launches windows_maps.py, windows.py and its gradient.
 
-Saved for the backward pass besides the inputs: a block's maps (16 KB of float32, half of it in bfloat16) and its first
-state. Steps and facts of tokens are measured again.
+Saved for the backward pass besides the inputs: steps and facts of tokens, a block's maps (64 KB of float32, half of it
+in bfloat16) and its first state. What is larger is made again, for some blocks at a time.
 
-Traps: float16 has no range for maps, which hold steps: they are float32 there. With tiles of 16 pairs the assembler of
-Triton 3.6 (ptxas 12.8) takes the address of a product's operand in shared memory from a register that holds the number
-of the program, or an argument: wrong gradients of beta and lambda in small calls, illegal addresses in large ones.
+Traps: float16 has no range for maps, which hold steps: they are float32 there. Tiles of 16 pairs are for mma: as operands
+of wgmma the assembler of Triton 3.6 (ptxas 12.8) takes their address in shared memory from a register that holds the
+number of the program, or an argument: wrong gradients in small calls, illegal addresses in large ones.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ ROWS = 64  # (token, pair of its window) of a part, at most
 PAIRS = 64  # of a block, and the tile that holds them
 HELD = windows_parts.HELD.value
 SIDES = windows_parts.SIDES.value
+TURN = 5000  # blocks of heads at a time, about: each takes some 200 KB while its gradients are found
 
 
 @dataclass(frozen=True)
@@ -61,37 +62,56 @@ class Block:
         return {"WINDOW": self.window, "TOKENS": self.tokens, "PAIRS": PAIRS}
 
 
-@dataclass(frozen=True)
-class Measured:
-    """What `measure` finds: Gram matrix and Q X^T of blocks, weight, log-decay and facts of tokens."""
+class Turn(NamedTuple):
+    """Some consecutive blocks, of which there is room for what they are made from at a time."""
 
-    gram: Tensor
-    reads: Tensor
+    first: int
+    blocks: int
+
+
+def _turns(where: Geometry, heads: int) -> list[Turn]:
+    """All blocks; in equal turns where there are many."""
+    if not where.slots or not heads:
+        return []
+    number = max(1, min(where.slots, round(where.slots * heads / TURN)))
+    count = -(-where.slots // number)
+    return [Turn(first, min(count, where.slots - first)) for first in range(0, where.slots, count)]
+
+
+def empty_facts(v: Tensor, window: int) -> Tensor:
+    """Room for facts of tokens."""
+    return v.new_empty(v.shape[2], windows_maps.VECTOR.value + window, v.shape[0] * v.shape[1], dtype=torch.float32)
+
+
+class Measured(NamedTuple):
+    """What `measure` finds: weight, log-decay and facts of tokens; Gram matrix and Q X^T of the blocks of a turn."""
+
     weight: Tensor
     decay: Tensor
     facts: Tensor
+    gram: Tensor
+    reads: Tensor
 
     @classmethod
-    def of(cls, plan: Plan, given: Inputs, where: Geometry, block: Block) -> "Measured":
-        H, P = given.v.shape[2], PAIRS
+    def of(cls, given: Inputs, block: Block, turns: list[Turn], known: tuple[Tensor, ...] | None = None) -> "Measured":
+        """Room for it; known: weight, log-decay and facts, if they have been measured."""
+        (B, T, H, _V), wide = given.v.shape, {"dtype": torch.float32, "device": given.v.device}
+        if known is None:
+            known = *(torch.empty(H, B * T, **wide) for _ in range(2)), empty_facts(given.v, block.window)
+        count = max((turn.blocks for turn in turns), default=0)
+        return cls(*known, *(torch.empty(count, H, PAIRS, PAIRS, **wide) for _ in range(2)))
 
-        def room(*shape: int) -> Tensor:
-            return torch.empty(*shape, dtype=torch.float32, device=given.v.device)
 
-        found = cls(
-            room(where.slots, H, P, P), room(where.slots, H, P, P), room(H, where.tokens), room(H, where.tokens),
-            room(H, windows_maps.VECTOR.value + block.window, where.tokens),
-        )  # fmt: skip
-        if where.slots and H:
-            start(
-                windows_maps.measure, (where.slots, H),
-                given.q, given.k, given.beta, given.lam, given.key0, given.has_key, given.unmasked,
-                found.gram, found.reads, found.weight, found.decay, found.facts, *tables(where),
-                float(plan.eps), float(plan.floor), BK=min(64, wide(given.q.shape[3], 16)), SHIFT=int(plan.shift),
-                SCALED=plan.scaled, DIRECT=plan.direct, DOT=precision(given.v.dtype), **block.flags, **given.widths,
-                num_warps=2,
-            )  # fmt: skip
-        return found
+def measure(plan: Plan, given: Inputs, where: Geometry, block: Block, turn: Turn, found: Measured, facts: bool) -> None:
+    """Measures the blocks of a turn; the facts of their tokens, weights and log-decays if asked to."""
+    tokens = found[:3] if facts else (None, None, None)
+    start(
+        windows_maps.measure, (turn.blocks, given.v.shape[2]),
+        given.q, given.k, given.beta, given.lam, given.key0, given.has_key, given.unmasked, found.gram, found.reads,
+        *tokens, turn.first, *tables(where), float(plan.eps), float(plan.floor),
+        BK=min(64, wide(given.q.shape[3], 16)), SHIFT=int(plan.shift), SCALED=plan.scaled, DIRECT=plan.direct,
+        DOT=precision(given.v.dtype), **block.flags, **given.widths, num_warps=2,
+    )  # fmt: skip
 
 
 def _low(dtype: torch.dtype) -> torch.dtype:
@@ -109,33 +129,40 @@ def empty_maps(v: Tensor, blocks: int, window: int) -> Tensor:
     return v.new_empty(2, blocks, v.shape[2], PAIRS, 2 * PAIRS, dtype=_low(v.dtype))
 
 
-def _parts(plan: Plan, given: Inputs, where: Geometry, block: Block, found: Measured, rows: Tensor | None) -> Tensor:
+def _room_for_parts(given: Inputs, block: Block, turns: list[Turn], *shape: int) -> Tensor:
+    """Two of something for every part of a turn and every head."""
+    count = max((turn.blocks for turn in turns), default=0)
+    return given.v.new_empty(2, count * block.parts, given.v.shape[2], *shape, dtype=_low(given.v.dtype))
+
+
+def _parts(plan, given, where, block, turn: Turn, found: Measured, maps: Tensor, rows: Tensor | None) -> None:
     """Maps of reads and of writes of parts; and where given those of their rows."""
-    H = given.v.shape[2]
-    maps = given.v.new_empty(2, where.slots, H, block.parts, HELD, SIDES, dtype=_low(given.v.dtype))
-    if where.slots and H:
-        start(
-            windows_parts.part_maps, (where.slots * block.parts, H),
-            found.gram, found.reads, found.weight, found.facts, maps[0], maps[1], rows, *tables(where),
-            H=H, PART=block.part, ROWS=ROWS, BEFORE=plan.before, **block.flags, num_warps=1,
-        )  # fmt: skip
-    return maps
+    start(
+        windows_parts.part_maps, (turn.blocks * block.parts, given.v.shape[2]),
+        found.gram, found.reads, found.weight, found.facts, maps[0], maps[1], rows, turn.first, *tables(where),
+        H=given.v.shape[2], PART=block.part, ROWS=ROWS, BEFORE=plan.before, **block.flags, num_warps=1,
+    )  # fmt: skip
 
 
-def _join(plan: Plan, given: Inputs, where: Geometry, block: Block, found: Measured) -> Tensor:
-    """Maps of reads and of writes of blocks."""
+def _join(plan: Plan, given: Inputs, where: Geometry, block: Block) -> tuple[Measured, Tensor]:
+    """Measures tokens, and makes the maps of reads and of writes of blocks."""
     H = given.v.shape[2]
+    turns = _turns(where, H)
+    found = Measured.of(given, block, turns)
     maps = empty_maps(given.v, where.slots, block.window)
-    parts = _parts(plan, given, where, block, found, None)
-    if where.slots and H:
-        slots = maps.new_empty(where.slots, H, block.parts * HELD, 2 * PAIRS)
+    parts = _room_for_parts(given, block, turns, HELD, SIDES)
+    slots = maps.new_empty(len(found.gram), H, block.parts * HELD, 2 * PAIRS)
+    for turn in turns:
+        measure(plan, given, where, block, turn, found, True)
+        _parts(plan, given, where, block, turn, found, parts, None)
         start(
-            windows_parts.join, (where.slots, H, 2),
-            found.gram, found.reads, found.decay, *parts, slots, *maps, *tables(where),
+            windows_parts.join, (turn.blocks, H, 2),
+            found.gram, found.reads, found.decay, parts[0], parts[1], slots, maps[0], maps[1],
+            turn.first, *tables(where),
             H=H, PART=block.part, SLOTS=block.slots, BC=PAIRS, BEFORE=plan.before, DOT=_exact(given.v.dtype),
             **block.flags, num_warps=4, num_stages=1,
         )  # fmt: skip
-    return maps
+    return found, maps
 
 
 def _walk(plan: Plan, given: Inputs, block: Block) -> dict[str, Any]:
@@ -161,47 +188,45 @@ def _run(plan: Plan, given: Inputs, where: Geometry, block: Block, decay, maps, 
 
 
 def forward(plan, q, k, v, beta, lam, state0, key0, has_key, mask, cu_seqlens, save):
-    """o, final S, weight, log-decay, maps, and the states that blocks (or if rebuilt, sequences) begin with."""
+    """o, final S, weight, log-decay, facts, maps, and the states that blocks (or if rebuilt, sequences) begin with."""
     given = Inputs.of(plan, q, k, v, beta, lam, key0, has_key, mask)
     (B, T, H, V), K = v.shape, q.shape[3]
     block = Block.of(plan.window)
     where = Geometry.of(B, T, cu_seqlens, block.tokens)
     o = torch.empty_like(given.v)
     state1 = torch.empty(where.sequences, H, K, V, dtype=torch.float32, device=v.device)
-    found = Measured.of(plan, given, where, block)
-    maps = _join(plan, given, where, block, found)
+    found, maps = _join(plan, given, where, block)
     states = v.new_empty(where.slots if save and not plan.rebuild else 0, H, K, V)
     _run(plan, given, where, block, found.decay, maps, state0, o, states if len(states) else None, state1)
     if save and plan.rebuild:
         states = v.new_zeros(where.sequences, H, K, V)
         states = states if state0 is None else states.copy_(state0)
-    return o, state1, found.weight, found.decay, maps, states
+    return o, state1, found.weight, found.decay, found.facts, maps, states
 
 
 def backward(plan, d_o, d_state1, q, k, v, beta, lam, key0, has_key, mask, cu_seqlens, saved, want_state):
     """Gradients of q, k, v, beta, lam, the initial S and the initial key."""
-    maps, states = saved
+    *known, maps, states = saved
     given = Inputs.of(plan, q, k, v, beta, lam, key0, has_key, mask)
     (B, T, H, V), K = v.shape, q.shape[3]
     block = Block.of(plan.window)
     where = Geometry.of(B, T, cu_seqlens, block.tokens)
     d_o = d_o.contiguous()
-    found = Measured.of(plan, given, where, block)
+    decay = known[1]
     if plan.rebuild:
         begins, states = states, v.new_empty(where.slots, H, K, V)
-        _run(plan, given, where, block, found.decay, maps, begins, None, states, None)
+        _run(plan, given, where, block, decay, maps, begins, None, states, None)
     out = Gradients(given, where, want_state)
     grid = _programs(given, where)
     if grid:
         start(
             windows.backward_state, (grid,),
-            given.q, given.k, d_o, given.key0, given.has_key, given.unmasked, found.decay, maps[0], maps[1],
+            given.q, given.k, d_o, given.key0, given.has_key, given.unmasked, decay, maps[0], maps[1],
             None if d_state1 is None else d_state1.contiguous(), out.v, _shared(where, given, V), out.states,
             out.state0, where.cu, where.chunk_start, where.length, where.chunks, where.tokens,
             **_walk(plan, given, block),
         )  # fmt: skip
-    if where.slots and H:
-        _rest(plan, given, where, block, found, d_o, states, out)
+    _rest(plan, given, where, block, tuple(known), d_o, states, out)
     return out.result()
 
 
@@ -211,54 +236,60 @@ def _shared(where: Geometry, given: Inputs, width: int) -> Tensor:
     return torch.empty(*shape, dtype=torch.float32, device=given.v.device)
 
 
-def _rest(plan, given, where, block, found: Measured, d_o, states, out) -> None:
+def _rest(plan, given, where, block, known: tuple[Tensor, ...], d_o, states, out) -> None:
     """Gradients that are found block by block, from states and their gradients: of queries, keys and gates."""
     (_B, _T, H, V), K, dtype = given.v.shape, given.q.shape[3], given.v.dtype
-    low, exact, count = _low(dtype), _exact(dtype), where.slots * block.parts
+    turns = _turns(where, H)
+    found = Measured.of(given, block, turns, known)
+    count, exact, low = len(found.gram), _exact(dtype), _low(dtype)
 
     def room(*shape: int, dtype: torch.dtype = low) -> Tensor:
-        return torch.empty(*shape, dtype=dtype, device=given.v.device)
+        return torch.empty(count, H, *shape, dtype=dtype, device=given.v.device)
 
-    common = {"H": H, "PART": block.part, "BEFORE": plan.before, **block.flags}
-    rows, rows_back = room(2, count, H, ROWS, SIDES)
-    maps = _parts(plan, given, where, block, found, rows)
-    start(
-        windows_parts.part_rows, (count, H),
-        found.gram, found.reads, found.weight, found.decay, found.facts, rows_back, *tables(where),
-        ROWS=ROWS, **common, num_warps=1,
-    )  # fmt: skip
-    missed, wrote, begun, df = (room(where.slots, H, block.parts * HELD, V) for _ in range(4))
-    met = room(count, H, SIDES, SIDES, dtype=torch.float32)
-    d_gram = room(where.slots, H, block.parts * HELD, block.slots)
-    d_reads = room(where.slots, H, block.parts * HELD, PAIRS)
+    rows, rows_back = _room_for_parts(given, block, turns, ROWS, SIDES)
+    maps = _room_for_parts(given, block, turns, HELD, SIDES)
+    missed, wrote, begun, df = (room(block.parts * HELD, V) for _ in range(4))
+    met = room(block.parts, SIDES, SIDES, dtype=torch.float32)
+    d_gram, d_reads = room(block.parts * HELD, block.slots), room(block.parts * HELD, PAIRS)
+    through = room(HELD, dtype=torch.float32)
     read = torch.empty_like(found.decay)
-    through = room(where.slots, H, HELD, dtype=torch.float32)
-    widths = {"V": V, "SLOTS": block.slots, "SHIFT": int(plan.shift), **common, **given.widths}
-    start(
-        windows_gradient.sweep, (where.slots, H),
-        given.q, given.k, given.v, d_o, given.key0, given.has_key, given.unmasked, found.gram, found.reads, found.decay,
-        states, out.states, *maps, missed, wrote, begun, df, met, d_gram, d_reads, read, through, *tables(where),
-        DOT=exact, **widths, **_sweep_tile(K, V, dtype)._asdict(),
-    )  # fmt: skip
-    start(
-        windows_gradient.inside, (count, H),
-        given.beta, given.lam, given.has_key, given.unmasked, found.gram, found.reads, found.weight, found.decay,
-        found.facts, rows, rows_back, met, read, through, d_gram, d_reads, out.beta, out.lam, *tables(where),
-        float(plan.eps), float(plan.floor), ROWS=ROWS, SLOTS=block.slots, SHIFT=int(plan.shift), SCALED=plan.scaled,
-        DIRECT=plan.direct, DOT=exact, **common, num_warps=2,
-    )  # fmt: skip
     shared = _shared(where, given, K)
-    start(
-        windows_gradient.finish, (where.slots, H),
-        given.q, given.k, d_o, given.key0, given.has_key, given.unmasked, found.decay, states, out.states,
-        wrote, df, d_gram, d_reads, out.q, out.k, out.key0, shared, *tables(where), DOT=exact, **widths,
-        **token_tile(K, V, dtype)._asdict(),
-    )  # fmt: skip
-    start(
-        windows_gradient.add_shared, (where.slots, H),
-        shared, out.k, *tables(where)[:5], H=H, K=K, BK=wide(K), WINDOW=block.window, TOKENS=block.tokens,
-        SHIFT=int(plan.shift), num_warps=4,
-    )  # fmt: skip
+    common = {"H": H, "PART": block.part, "BEFORE": plan.before, **block.flags}
+    widths = {"V": V, "SLOTS": block.slots, "SHIFT": int(plan.shift), "DOT": exact, **common, **given.widths}
+    for turn in turns:
+        place = turn.first, *tables(where)
+        measure(plan, given, where, block, turn, found, False)
+        _parts(plan, given, where, block, turn, found, maps, rows)
+        start(
+            windows_parts.part_rows, (turn.blocks * block.parts, H),
+            found.gram, found.reads, found.weight, found.decay, found.facts, rows_back, *place,
+            ROWS=ROWS, **common, num_warps=1,
+        )  # fmt: skip
+        start(
+            windows_gradient.sweep, (turn.blocks, H),
+            given.q, given.k, given.v, d_o, given.key0, given.has_key, given.unmasked, found.gram, found.reads,
+            found.decay, states, out.states, maps[0], maps[1], missed, wrote, begun, df, met, d_gram, d_reads, read,
+            through, *place, **widths, **_sweep_tile(K, V, dtype)._asdict(),
+        )  # fmt: skip
+        start(
+            windows_gradient.inside, (turn.blocks * block.parts, H),
+            given.beta, given.lam, given.has_key, given.unmasked, found.gram, found.reads, found.weight, found.decay,
+            found.facts, rows, rows_back, met, read, through, d_gram, d_reads, out.beta, out.lam, *place,
+            float(plan.eps), float(plan.floor), ROWS=ROWS, SLOTS=block.slots, SHIFT=int(plan.shift),
+            SCALED=plan.scaled, DIRECT=plan.direct, DOT=exact, **common, num_warps=2,
+        )  # fmt: skip
+        start(
+            windows_gradient.finish, (turn.blocks, H),
+            given.q, given.k, d_o, given.key0, given.has_key, given.unmasked, found.decay, states, out.states,
+            wrote, df, d_gram, d_reads, out.q, out.k, out.key0, shared, *place, **widths,
+            **token_tile(K, V, dtype)._asdict(),
+        )  # fmt: skip
+    if turns:
+        start(
+            windows_gradient.add_shared, (where.slots, H),
+            shared, out.k, *tables(where)[:5], H=H, K=K, BK=wide(K), WINDOW=block.window, TOKENS=block.tokens,
+            SHIFT=int(plan.shift), num_warps=4,
+        )  # fmt: skip
 
 
 def _sweep_tile(K: int, V: int, dtype: torch.dtype) -> Tile:

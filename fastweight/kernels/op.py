@@ -43,8 +43,8 @@ def _forward(
     given = (q, k, v, beta, lam, state0, key0, has_key, mask, cu_seqlens, save)
     with launch.device_of(v):
         if regression and window > 1:
-            o, state1, step, decay, maps, states = launch_windows.forward(plan, *given)
-            return o, state1, step, decay, states, maps, v.new_empty(0)
+            o, state1, step, decay, facts, maps, states = launch_windows.forward(plan, *given)
+            return o, state1, step, decay, states, maps, facts
         if regression and _by_column(beta):
             o, state1, step, residual, states = launch_solve_columns.forward(plan, *given)
             return o, state1, step, step.new_empty(0), states, v.new_empty(0), residual
@@ -86,7 +86,9 @@ def _(q, k, v, beta, lam, state0, key0, has_key, mask, cu_seqlens, *flags):
         launch_windows.empty_maps(v, slots, window)
         if slid
         else v.new_empty(*((slots, H, 64, 64) if regression and not column else (0,))),
-        v.new_empty(B * T if save else 0, H, V) if regression and not slid else v.new_empty(0),
+        launch_windows.empty_facts(v, window)
+        if slid
+        else v.new_empty(*((B * T if save else 0, H, V) if regression else (0,))),
     )
 
 
@@ -102,7 +104,7 @@ def _backward(
     given = (d_o, d_state1, q, k, v, beta, lam, key0, has_key, mask, cu_seqlens)
     with launch.device_of(v):
         if regression and window > 1:
-            return launch_windows.backward(plan, *given, (inverse, states), want_state)
+            return launch_windows.backward(plan, *given, (step, decay, residual, inverse, states), want_state)
         if regression and _by_column(beta):
             return launch_solve_columns.backward(plan, *given, (step, residual, states), want_state)
         if regression:

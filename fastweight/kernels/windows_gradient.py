@@ -109,24 +109,25 @@ def _add_tile(pointer, at, tile, keep, more):
     tl.store(pointer + at, tile.to(pointer.dtype.element_ty), mask=keep)
 
 
-@triton.jit(do_not_specialize=["length", "chunks", "tokens"])
+@triton.jit(do_not_specialize=["base", "length", "chunks", "tokens"])
 def sweep(
     q, k, v, d_o, key0, has_key, unmasked, gram, reads, decay, states, d_states, read_part, write_part,
     missed, wrote, begun, df, met, d_gram, d_reads, read, through,
-    cu, chunk_seq, chunk_start, length, chunks, tokens,
+    base, cu, chunk_seq, chunk_start, length, chunks, tokens,
     H: tl.constexpr, KH: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     WINDOW: tl.constexpr, TOKENS: tl.constexpr, PAIRS: tl.constexpr, PART: tl.constexpr, SLOTS: tl.constexpr,
     SHIFT: tl.constexpr, BEFORE: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """One block of one head: z, df of slots; M of parts; dG, d(Q X^T) between parts; dO . reads; what passes parts."""
     PARTS: tl.constexpr = TOKENS // PART
-    block = tl.program_id(0)
+    block = tl.program_id(0) + base
     h = tl.program_id(1)
     n, first, low, high = chunk_span(block, cu, chunk_seq, chunk_start, length, chunks, TOKENS)
     if n < 0:
         return
     kh = h // (H // KH)
-    number = block.to(tl.int64) * H + h
+    number = tl.program_id(0).to(tl.int64) * H + h
+    kept = block.to(tl.int64) * H + h
     matrix = gram + number * (PAIRS * PAIRS)
     seen = reads + number * (PAIRS * PAIRS)
     line = h.to(tl.int64) * tokens
@@ -147,7 +148,7 @@ def sweep(
         cv = c + tl.arange(0, BV)
         in_v = (cv < V)[None, :]
         at, keep = state_tile(ck, cv, K, V, BK, BV)
-        S = tl.load(states + number * (K * V) + at, mask=keep, other=0.0)
+        S = tl.load(states + kept * (K * V) + at, mask=keep, other=0.0)
         _forth(
             k, v, key0, has_key, unmasked, matrix, decay, read_part, write_part, S, missed, wrote, begun, cv, ck,
             first, low, high, n, kh, h, number, line, H, KH, K, V, BK, BV, WINDOW, TOKENS, PAIRS, PART, SLOTS, SHIFT,
@@ -155,7 +156,7 @@ def sweep(
         )  # fmt: skip
         do = load_tile(d_o, first, t, h, cv, own, H, V, BV)
         qt = load_tile(q, first, t, kh, ck, own, KH, K, BK)
-        dS = tl.load(d_states + number * (K * V) + at, mask=keep, other=0.0)
+        dS = tl.load(d_states + kept * (K * V) + at, mask=keep, other=0.0)
         pulled = tl.sum(tl.dot(qt, S, input_precision=DOT) * do.to(tl.float32), axis=1)
         pulled *= tl.exp2(tl.where(own, g_read, 0.0))
         pulls += pulled
@@ -246,10 +247,10 @@ def _both_pairs(
     return i, source, pair
 
 
-@triton.jit(do_not_specialize=["length", "chunks", "tokens"])
+@triton.jit(do_not_specialize=["base", "length", "chunks", "tokens"])
 def inside(
     beta, lam, has_key, unmasked, gram, reads, weight, decay, facts, rows, rows_back, met, read, through,
-    d_gram, d_reads, d_beta, d_lam, cu, chunk_seq, chunk_start, length, chunks, tokens, eps, floor,
+    d_gram, d_reads, d_beta, d_lam, base, cu, chunk_seq, chunk_start, length, chunks, tokens, eps, floor,
     H: tl.constexpr, WINDOW: tl.constexpr, TOKENS: tl.constexpr, PAIRS: tl.constexpr, PART: tl.constexpr,
     ROWS: tl.constexpr, SLOTS: tl.constexpr, SHIFT: tl.constexpr, SCALED: tl.constexpr, DIRECT: tl.constexpr,
     BEFORE: tl.constexpr, DOT: tl.constexpr,
@@ -258,7 +259,7 @@ def inside(
     PARTS: tl.constexpr = TOKENS // PART
     h = tl.program_id(1)
     n, first, low, high, number, corner, line, shelf = part_place(
-        tl.program_id(0), h, cu, chunk_seq, chunk_start, length, chunks, tokens, H, WINDOW, TOKENS, PAIRS, PART
+        tl.program_id(0), h, base, cu, chunk_seq, chunk_start, length, chunks, tokens, H, WINDOW, TOKENS, PAIRS, PART
     )
     if n < 0:
         return
@@ -381,10 +382,10 @@ def _slot_rows(
     return tile.to(tl.float32) * scale[:, None]
 
 
-@triton.jit(do_not_specialize=["length", "chunks", "tokens"])
+@triton.jit(do_not_specialize=["base", "length", "chunks", "tokens"])
 def finish(
     q, k, d_o, key0, has_key, unmasked, decay, states, d_states, wrote, df, d_gram, d_reads,
-    d_q, d_k, d_key0, shared, cu, chunk_seq, chunk_start, length, chunks, tokens,
+    d_q, d_k, d_key0, shared, base, cu, chunk_seq, chunk_start, length, chunks, tokens,
     H: tl.constexpr, KH: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     WINDOW: tl.constexpr, TOKENS: tl.constexpr, PAIRS: tl.constexpr, PART: tl.constexpr, SLOTS: tl.constexpr,
     SHIFT: tl.constexpr, BEFORE: tl.constexpr, DOT: tl.constexpr,
@@ -392,13 +393,14 @@ def finish(
     """One block of one head: gradients of queries and keys."""
     HALO: tl.constexpr = WINDOW - 1
     PARTS: tl.constexpr = TOKENS // PART
-    block = tl.program_id(0)
+    block = tl.program_id(0) + base
     h = tl.program_id(1)
     n, first, low, high = chunk_span(block, cu, chunk_seq, chunk_start, length, chunks, TOKENS)
     if n < 0:
         return
     kh = h // (H // KH)
-    number = block.to(tl.int64) * H + h
+    number = tl.program_id(0).to(tl.int64) * H + h
+    kept = block.to(tl.int64) * H + h
     t = tl.arange(0, PAIRS)
     s = tl.arange(0, SLOTS)
     own = (t < TOKENS) & (t < high)
@@ -438,8 +440,8 @@ def finish(
         for c in range(0, V, BV):
             cv = c + tl.arange(0, BV)
             at_state, keep = state_tile(ck, cv, K, V, BK, BV)
-            S = tl.load(states + number * (K * V) + at_state, mask=keep, other=0.0)
-            dS = tl.load(d_states + number * (K * V) + at_state, mask=keep, other=0.0)
+            S = tl.load(states + kept * (K * V) + at_state, mask=keep, other=0.0)
+            dS = tl.load(d_states + kept * (K * V) + at_state, mask=keep, other=0.0)
             do = load_tile(d_o, first, t, h, cv, own, H, V, BV)
             z = _slot_rows(wrote, shelf, late, in_late, late_end, cv, V)
             z += _slot_rows(wrote, shelf, early, in_early, early_end, cv, V)

@@ -117,17 +117,19 @@ def top_eigenvector(m, R: tl.constexpr):
     return value * total, unit
 
 
-@triton.jit(do_not_specialize=["length", "chunks", "tokens"])
+@triton.jit(do_not_specialize=["base", "length", "chunks", "tokens"])
 def measure(
     q, k, beta, lam, key0, has_key, unmasked, gram, reads, weight, decay, facts,
-    cu, chunk_seq, chunk_start, length, chunks, tokens, eps, floor,
+    base, cu, chunk_seq, chunk_start, length, chunks, tokens, eps, floor,
     H: tl.constexpr, KH: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, WINDOW: tl.constexpr, TOKENS: tl.constexpr,
     PAIRS: tl.constexpr, SHIFT: tl.constexpr, SCALED: tl.constexpr, DIRECT: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """X X^T and Q X^T of one block of one head; weights, cumulative log-decays and facts of its tokens."""
-    block = tl.program_id(0)
+    """X X^T and Q X^T of one block of one head; where asked weights, cumulative log-decays and facts of its tokens.
+
+    base: the first block that is asked for; what is kept of blocks, not of tokens, begins with it.
+    """
     h = tl.program_id(1)
-    n, first, low, high = chunk_span(block, cu, chunk_seq, chunk_start, length, chunks, TOKENS)
+    n, first, low, high = chunk_span(tl.program_id(0) + base, cu, chunk_seq, chunk_start, length, chunks, TOKENS)
     if n < 0:
         return
     kh = h // (H // KH)
@@ -142,27 +144,32 @@ def measure(
         qt = load_tile(q, first, t, kh, col, own, KH, K, BK)
         g = tl.dot(x, tl.trans(x), acc=g, input_precision=DOT)
         p = tl.dot(qt, tl.trans(x), acc=p, input_precision=DOT)
-    square = (block.to(tl.int64) * H + h) * (PAIRS * PAIRS)
+    square = (tl.program_id(0).to(tl.int64) * H + h) * (PAIRS * PAIRS)
     at = t[:, None] * PAIRS + t[None, :]
     tl.store(gram + square + at, g)
     tl.store(reads + square + at, p)
-    tl.debug_barrier()
-    entries = ()
-    for a in tl.static_range(WINDOW):
-        for b in tl.static_range(a + 1):
-            entries = entries + (tl.load(gram + square + (t + a) * PAIRS + t + b, mask=own, other=0.0),)
-    energy, vector = top_eigenvector(entries, WINDOW)
-    count, writes = window_count(has_key, unmasked, first, t, low, high, n, WINDOW, SHIFT)
-    energy /= count
-    gain = load_head(beta, first, t, h, H, own & writes, 1.0)
-    ridge = load_head(lam, first, t, h, H, own & writes, 0.0)
-    eta, _r, _d, alpha, carry, _o, writes = step_sizes(energy, gain, ridge, own & writes, eps, floor, SCALED, DIRECT)
-    line = h.to(tl.int64) * tokens + first
-    tl.store(weight + line + t, eta / count, mask=own)
-    tl.store(decay + line + t, tl.cumsum(tl.where(writes, step_log_decay(alpha, carry, floor), 0.0), axis=0), mask=own)
-    shelf = facts + h.to(tl.int64) * (tokens * (VECTOR + WINDOW)) + first + t
-    tl.store(shelf + ENERGY * tokens, energy, mask=own)
-    tl.store(shelf + COUNT * tokens, count, mask=own)
-    tl.store(shelf + CARRY * tokens, tl.where(writes, carry, 1.0), mask=own)
-    for a in tl.static_range(WINDOW):
-        tl.store(shelf + (VECTOR + a) * tokens, vector[a], mask=own)
+    if facts is not None:
+        tl.debug_barrier()
+        entries = ()
+        for a in tl.static_range(WINDOW):
+            for b in tl.static_range(a + 1):
+                entries = entries + (tl.load(gram + square + (t + a) * PAIRS + t + b, mask=own, other=0.0),)
+        energy, vector = top_eigenvector(entries, WINDOW)
+        count, writes = window_count(has_key, unmasked, first, t, low, high, n, WINDOW, SHIFT)
+        energy /= count
+        gain = load_head(beta, first, t, h, H, own & writes, 1.0)
+        ridge = load_head(lam, first, t, h, H, own & writes, 0.0)
+        eta, _r, _d, alpha, carry, _o, writes = step_sizes(
+            energy, gain, ridge, own & writes, eps, floor, SCALED, DIRECT
+        )
+        line = h.to(tl.int64) * tokens + first
+        tl.store(weight + line + t, eta / count, mask=own)
+        tl.store(
+            decay + line + t, tl.cumsum(tl.where(writes, step_log_decay(alpha, carry, floor), 0.0), axis=0), mask=own
+        )
+        shelf = facts + h.to(tl.int64) * (tokens * (VECTOR + WINDOW)) + first + t
+        tl.store(shelf + ENERGY * tokens, energy, mask=own)
+        tl.store(shelf + COUNT * tokens, count, mask=own)
+        tl.store(shelf + CARRY * tokens, tl.where(writes, carry, 1.0), mask=own)
+        for a in tl.static_range(WINDOW):
+            tl.store(shelf + (VECTOR + a) * tokens, vector[a], mask=own)

@@ -35,12 +35,12 @@ SIDES = tl.constexpr(32)  # columns of a part's maps
 
 @triton.jit
 def part_place(
-    pid, h, cu, chunk_seq, chunk_start, length, chunks, tokens,
+    pid, h, base, cu, chunk_seq, chunk_start, length, chunks, tokens,
     H: tl.constexpr, WINDOW: tl.constexpr, TOKENS: tl.constexpr, PAIRS: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     """Of program `pid`: sequence (-1: none), part's first token, ends, number, and where its numbers lie."""
     PARTS: tl.constexpr = TOKENS // PART
-    n, first, low, high = chunk_span(pid // PARTS, cu, chunk_seq, chunk_start, length, chunks, TOKENS)
+    n, first, low, high = chunk_span(pid // PARTS + base, cu, chunk_seq, chunk_start, length, chunks, TOKENS)
     start = pid % PARTS * PART
     number = (pid // PARTS).to(tl.int64) * H + h
     corner = number * (PAIRS * PAIRS) + start * (PAIRS + 1)
@@ -49,16 +49,16 @@ def part_place(
     return n, first + start, low - start, high - start, number * PARTS + pid % PARTS, corner, line, shelf
 
 
-@triton.jit(do_not_specialize=["length", "chunks", "tokens"])
+@triton.jit(do_not_specialize=["base", "length", "chunks", "tokens"])
 def part_maps(
-    gram, reads, weight, facts, read_part, write_part, rows, cu, chunk_seq, chunk_start, length, chunks, tokens,
+    gram, reads, weight, facts, read_part, write_part, rows, base, cu, chunk_seq, chunk_start, length, chunks, tokens,
     H: tl.constexpr, WINDOW: tl.constexpr, TOKENS: tl.constexpr, PAIRS: tl.constexpr, PART: tl.constexpr,
     ROWS: tl.constexpr, BEFORE: tl.constexpr,
 ):  # fmt: skip
     """A and D [16, 32] of one part of a block of one head, and where given B [ROWS, 32]."""
     h = tl.program_id(1)
     n, _first, _low, high, number, corner, line, shelf = part_place(
-        tl.program_id(0), h, cu, chunk_seq, chunk_start, length, chunks, tokens, H, WINDOW, TOKENS, PAIRS, PART
+        tl.program_id(0), h, base, cu, chunk_seq, chunk_start, length, chunks, tokens, H, WINDOW, TOKENS, PAIRS, PART
     )
     if n < 0:
         return
@@ -69,13 +69,18 @@ def part_maps(
     at = number * (HELD * SIDES) + c
     # Coefficients of pairs that have left the window, and in `live` of those in it, whose residuals are `window`.
     z = ()
+    for _ in tl.static_range(PART):
+        z = z + (zero,)
     window = ()
     live = ()
+    inner = ()  # G within the window, row by row up to the diagonal
     for a in tl.static_range(WINDOW):
         window = window + (tl.where(c == a, 1.0, 0.0),)
         live = live + (zero,)
+        for b in tl.static_range(a + 1):
+            inner = inner + (tl.load(matrix + a * PAIRS + b),)
     left = tl.full([], 1.0, tl.float32)
-    for t in tl.static_range(PART):
+    for t in range(PART):
         w = tl.load(weight + line + t, mask=t < high, other=0.0)
         carry = tl.load(facts + shelf + CARRY * tokens + t, mask=t < high, other=1.0)
         if rows is not None:
@@ -86,39 +91,51 @@ def part_maps(
             wrote = wrote + (carry * live[a] + w * window[a],)
         row = zero
         if BEFORE:
-            for p in tl.static_range(t):
+            for p in tl.static_range(PART):
                 row += tl.load(seen + t * PAIRS + p) * z[p]
             for a in tl.static_range(WINDOW):
                 row += tl.load(seen + t * PAIRS + t + a) * live[a]
         kept = ()
-        for p in tl.static_range(t):
+        for p in tl.static_range(PART):
             kept = kept + (z[p] * carry,)
         z = kept
         if not BEFORE:
-            for p in tl.static_range(t):
+            for p in tl.static_range(PART):
                 row += tl.load(seen + t * PAIRS + p) * z[p]
             for a in tl.static_range(WINDOW):
                 row += tl.load(seen + t * PAIRS + t + a) * wrote[a]
         tl.store(read_part + at + t * SIDES, row.to(read_part.dtype.element_ty))
-        z = z + (wrote[0],)
-        if t + 1 < PART:
-            left *= carry
-            enter = tl.where(c == t + WINDOW, 1.0, 0.0) + tl.where(c == HELD + t + WINDOW, 1 - left, 0.0)
-            for p in tl.static_range(t + 1):
-                enter -= tl.load(matrix + (t + WINDOW) * PAIRS + p) * z[p]
-            stay = ()
-            for a in tl.static_range(1, WINDOW):
-                enter -= tl.load(matrix + (t + WINDOW) * PAIRS + t + a) * wrote[a]
-                # y = W + F
-                target = tl.where((c == t + a) | (c == HELD + t + a), 1 - carry, 0.0)
-                met = tl.load(matrix + (t + a) * PAIRS + t) * window[0]
-                for b in tl.static_range(1, WINDOW):
-                    met += tl.load(matrix + (t + a) * PAIRS + t + b) * window[b]
-                stay = stay + (carry * window[a] + target - w * met,)
-            window = stay + (enter,)
-            live = wrote[1:] + (zero,)
-    for a in tl.static_range(1, WINDOW):
-        z = z + (wrote[a],)
+        kept = ()
+        for p in tl.static_range(PART):
+            kept = kept + (tl.where(t == p, wrote[0], z[p]),)
+        z = kept
+        left *= carry
+        new = tl.minimum(t + WINDOW, HELD - 1)  # after the last token no pair enters
+        enter = tl.where(c == new, 1.0, 0.0) + tl.where(c == new + HELD, 1 - left, 0.0)
+        for p in tl.static_range(PART):
+            enter -= tl.load(matrix + new * PAIRS + p) * z[p]
+        stay = ()
+        shifted = ()
+        fresh = ()
+        for a in tl.static_range(1, WINDOW):
+            met_new = tl.load(matrix + new * PAIRS + t + a)
+            fresh = fresh + (met_new,)
+            enter -= met_new * wrote[a]
+            # y = W + F
+            target = tl.where((c == t + a) | (c == t + a + HELD), 1 - carry, 0.0)
+            met = inner[a * (a + 1) // 2] * window[0]
+            for b in tl.static_range(1, WINDOW):
+                if b <= a:
+                    met += inner[a * (a + 1) // 2 + b] * window[b]
+                    shifted = shifted + (inner[a * (a + 1) // 2 + b],)
+                else:
+                    met += inner[b * (b + 1) // 2 + a] * window[b]
+            stay = stay + (carry * window[a] + target - w * met,)
+        inner = shifted + fresh + (tl.load(matrix + new * (PAIRS + 1)),)
+        window = stay + (enter,)
+        live = wrote[1:] + (zero,)
+    for a in tl.static_range(WINDOW - 1):
+        z = z + (live[a],)
     for p in tl.static_range(HELD):
         if p < PART + WINDOW - 1:
             tl.store(write_part + at + p * SIDES, z[p].to(write_part.dtype.element_ty))
@@ -135,16 +152,16 @@ def _reads_of(seen, g, c, at, t, p, PART: tl.constexpr, PAIRS: tl.constexpr, BEF
     return tl.load(seen + c * PAIRS + p, mask=keep, other=0.0) * tl.exp2(tl.where(keep, g - at, float("-inf")))
 
 
-@triton.jit(do_not_specialize=["length", "chunks", "tokens"])
+@triton.jit(do_not_specialize=["base", "length", "chunks", "tokens"])
 def part_rows(
-    gram, reads, weight, decay, facts, rows, cu, chunk_seq, chunk_start, length, chunks, tokens,
+    gram, reads, weight, decay, facts, rows, base, cu, chunk_seq, chunk_start, length, chunks, tokens,
     H: tl.constexpr, WINDOW: tl.constexpr, TOKENS: tl.constexpr, PAIRS: tl.constexpr, PART: tl.constexpr,
     ROWS: tl.constexpr, BEFORE: tl.constexpr,
 ):  # fmt: skip
     """H [ROWS, 32] of one part of a block of one head: what `part_maps` does, in reverse."""
     h = tl.program_id(1)
     n, _first, _low, high, number, corner, line, shelf = part_place(
-        tl.program_id(0), h, cu, chunk_seq, chunk_start, length, chunks, tokens, H, WINDOW, TOKENS, PAIRS, PART
+        tl.program_id(0), h, base, cu, chunk_seq, chunk_start, length, chunks, tokens, H, WINDOW, TOKENS, PAIRS, PART
     )
     if n < 0:
         return
@@ -160,44 +177,58 @@ def part_rows(
         g = decay_rows(decay, line, 0, c - 1, high)
     # Coefficients in dS_t of pairs that have left the window, and in `live` of those in it, whose rows are `window`.
     z = ()
+    for _ in tl.static_range(PART):
+        z = z + (zero,)  # of pairs WINDOW - 1 and on
     window = ()
     live = ()
+    inner = ()  # G within the window, row by row up to the diagonal
     end = tl.load(decay + line + tl.minimum(high, PART) - 1)
     for a in tl.static_range(WINDOW):
         read = _reads_of(seen, g, c, end, PART - 1, PART - 1 + a, PART, PAIRS, BEFORE)
         window = window + (tl.where(c == HELD + PART - 1 + a, 1.0, 0.0) + read,)
         live = live + (zero,)
-    for t in tl.static_range(PART - 1, -1, -1):
+        for b in tl.static_range(a + 1):
+            inner = inner + (tl.load(matrix + (PART - 1 + a) * PAIRS + PART - 1 + b),)
+    for back in range(PART):
+        t = PART - 1 - back
         for a in tl.static_range(WINDOW):
             tl.store(rows + (number * ROWS + t * WINDOW + a) * SIDES + c, window[a].to(rows.dtype.element_ty))
-        if t > 0:
-            w = tl.load(weight + line + t, mask=t < high, other=0.0)
-            carry = tl.load(facts + shelf + CARRY * tokens + t, mask=t < high, other=1.0)
-            wrote = ()
-            for a in tl.static_range(WINDOW):
-                wrote = wrote + (carry * live[a] - w * window[a],)
-            kept = (wrote[WINDOW - 1],)
-            for p in tl.static_range(PART - 1 - t):
-                kept = kept + (z[p] * carry,)
-            z = kept  # of pairs t + WINDOW - 1 and on
-            at = tl.load(decay + line + tl.minimum(t, high) - 1)
-            enter = tl.where(c == HELD + t - 1, tl.exp2(end - at), 0.0)
-            enter += _reads_of(seen, g, c, at, t - 1, t - 1, PART, PAIRS, BEFORE)
-            for p in tl.static_range(PART - t):
-                enter += tl.load(matrix + (t - 1) * PAIRS + t + WINDOW - 1 + p) * z[p]
-            stay = ()
-            for a in tl.static_range(WINDOW - 1):
-                enter += tl.load(matrix + (t - 1) * PAIRS + t + a) * wrote[a]
-                if BEFORE:
-                    pull = tl.where(c == t, tl.load(seen + t * PAIRS + t + a), 0.0)
+        w = tl.load(weight + line + t, mask=t < high, other=0.0)
+        carry = tl.load(facts + shelf + CARRY * tokens + t, mask=t < high, other=1.0)
+        wrote = ()
+        for a in tl.static_range(WINDOW):
+            wrote = wrote + (carry * live[a] - w * window[a],)
+        new = tl.maximum(t - 1, 0)  # before the first token there is no other
+        at = tl.load(decay + line + tl.minimum(new + 1, high) - 1)
+        enter = tl.where(c == new + HELD, tl.exp2(end - at), 0.0)
+        enter += _reads_of(seen, g, c, at, new, new, PART, PAIRS, BEFORE)
+        kept = ()
+        for p in tl.static_range(PART):
+            kept = kept + (tl.where(t == p, wrote[WINDOW - 1], z[p] * carry),)
+            enter += tl.load(matrix + new * PAIRS + p + WINDOW - 1) * kept[p]
+        z = kept
+        reader = new
+        if BEFORE:
+            reader = t
+        stay = ()
+        first_met = (tl.load(matrix + new * (PAIRS + 1)),)
+        for a in tl.static_range(WINDOW - 1):
+            met_new = tl.load(matrix + new * PAIRS + t + a)
+            enter += met_new * wrote[a]
+            pull = tl.where(c == reader, tl.load(seen + reader * PAIRS + t + a), 0.0)
+            met = inner[a * (a + 1) // 2] * window[0]
+            first_met = first_met + (met_new,)
+            for b in tl.static_range(1, WINDOW):
+                if b <= a:
+                    met += inner[a * (a + 1) // 2 + b] * window[b]
                 else:
-                    pull = tl.where(c == t - 1, tl.load(seen + (t - 1) * PAIRS + t + a), 0.0)
-                met = tl.load(matrix + (t + a) * PAIRS + t) * window[0]
-                for b in tl.static_range(1, WINDOW):
-                    met += tl.load(matrix + (t + a) * PAIRS + t + b) * window[b]
-                stay = stay + (carry * window[a] + pull - w * met,)
-            window = (enter,) + stay
-            live = (zero,) + wrote[: WINDOW - 1]
+                    met += inner[b * (b + 1) // 2 + a] * window[b]
+            for b in tl.static_range(a + 1):
+                first_met = first_met + (inner[a * (a + 1) // 2 + b],)
+            stay = stay + (carry * window[a] + pull - w * met,)
+        inner = first_met
+        window = (enter,) + stay
+        live = (zero,) + wrote[: WINDOW - 1]
 
 
 @triton.jit
@@ -234,21 +265,21 @@ def pair_slots(j, PARTS: tl.constexpr, WINDOW: tl.constexpr, PART: tl.constexpr)
     return late * HELD + j - late * PART, in_late, early * HELD + j - early * PART, in_early
 
 
-@triton.jit(do_not_specialize=["length", "chunks", "tokens"])
+@triton.jit(do_not_specialize=["base", "length", "chunks", "tokens"])
 def join(
     gram, reads, decay, read_part, write_part, slots, read_map, write_map,
-    cu, chunk_seq, chunk_start, length, chunks, tokens,
+    base, cu, chunk_seq, chunk_start, length, chunks, tokens,
     H: tl.constexpr, WINDOW: tl.constexpr, TOKENS: tl.constexpr, PAIRS: tl.constexpr, PART: tl.constexpr,
     SLOTS: tl.constexpr, BC: tl.constexpr, BEFORE: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """A and D [PAIRS, 2 PAIRS] of one block of one head, BC columns of them."""
     PARTS: tl.constexpr = TOKENS // PART
-    block = tl.program_id(0)
     h = tl.program_id(1)
-    n, first, _low, high = chunk_span(block, cu, chunk_seq, chunk_start, length, chunks, TOKENS)
+    n, first, _low, high = chunk_span(tl.program_id(0) + base, cu, chunk_seq, chunk_start, length, chunks, TOKENS)
     if n < 0:
         return
-    number = block.to(tl.int64) * H + h
+    number = tl.program_id(0).to(tl.int64) * H + h
+    kept = (tl.program_id(0) + base).to(tl.int64) * H + h
     matrix = gram + number * (PAIRS * PAIRS)
     seen = reads + number * (PAIRS * PAIRS)
     line = h.to(tl.int64) * tokens
@@ -283,14 +314,14 @@ def join(
         out = tl.dot(met.to(dtype), z, input_precision=DOT)
         out = tl.dot(load_part(read_part, place, 0, False), w, acc=out, input_precision=DOT)
         out = tl.dot(load_part(read_part, place, 1, False), f, acc=out, input_precision=DOT)
-        tl.store(read_map + (number * PAIRS + row)[:, None] * (2 * PAIRS) + c[None, :], out.to(dtype),
+        tl.store(read_map + (kept * PAIRS + row)[:, None] * (2 * PAIRS) + c[None, :], out.to(dtype),
                  mask=(u < PART)[:, None])  # fmt: skip
         wrote = tl.dot(load_part(write_part, place, 0, False), w, input_precision=DOT)
         wrote = tl.dot(load_part(write_part, place, 1, False), f, acc=wrote, input_precision=DOT)
         tl.store(shelf + (u + part * HELD)[:, None] * (2 * PAIRS) + c[None, :], wrote.to(dtype))
         tl.debug_barrier()
     j = tl.arange(0, PAIRS)
-    at = number * (PAIRS * 2 * PAIRS) + j[:, None] * (2 * PAIRS) + c[None, :]
+    at = kept * (PAIRS * 2 * PAIRS) + j[:, None] * (2 * PAIRS) + c[None, :]
     whole = tl.load(decay + line + first + tl.minimum(high, TOKENS) - 1)
     z = _of_pairs(shelf, j, c, whole, decay, line, first, high, 2 * PAIRS, PARTS, WINDOW, PART)
     tl.store(write_map + at, z.to(dtype))
