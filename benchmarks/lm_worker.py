@@ -1,12 +1,12 @@
 """Cases of the language-model benchmark in a process of their own: `python -m benchmarks.lm_worker CASE [CASE ...]`.
 
 A case is "train NAME BATCH LENGTH" or "decode NAME BATCH,... PROMPT,..." (every batch after every prompt). NAME is a
-recipe, "fla" (FLA's GatedDeltaNet model, 12 layers, 6 heads of 128, expand_v 1, fused cross-entropy, its kernels tuned
-among at most FLA_CONFIGURATIONS) or "llama" (transformers' Llama, 12 layers of width 768, SDPA, torch.compile). All of
-them hold bfloat16 weights (our gates float32) and train on random tokens with fused AdamW and clipping at 1.0, float32
-products in TF32. The process imports, compiles and warms up at once, says so, and measures when its input says "go",
-so that one process at a time uses the device for what is timed. A long prompt of many rows is read once and its state
-repeated. A NAME that ends in "+unproven" is the recipe before that, with FASTWEIGHT_UNPROVEN=1.
+recipe, "fla" (FLA's GatedDeltaNet model, 12 layers, 6 heads of 128, expand_v 1, fused cross-entropy, its Triton kernels
+tuned among at most FLA_CONFIGURATIONS, without FlashQLA) or "llama" (transformers' Llama, 12 layers of width 768, SDPA,
+torch.compile). All of them hold bfloat16 weights (our gates float32) and train on random tokens with fused AdamW and
+clipping at 1.0, float32 products in TF32. The process imports, compiles and warms up at once, says so, and measures
+when its input says "go", so that one process at a time uses the device for what is timed. A long prompt of many rows is
+read once and its state repeated. A NAME that ends in "+unproven" is the recipe before that, with FASTWEIGHT_UNPROVEN=1.
 
 With LM_REHEARSE=1 everything runs on a CPU, eagerly, with tiny models and few tokens: whether it runs, not how fast.
 
@@ -29,7 +29,7 @@ from torch import Tensor
 
 from benchmarks.lm_report import UNPROVEN
 
-os.environ.setdefault("FLA_DISABLE_BACKEND_DISPATCH", "1")
+os.environ.setdefault("FLA_FLASH_QLA", "0")  # FLA's own kernels, and TileLang's where its own are wrong (on Hopper)
 VOCAB, NEW_TOKENS, WARM_STEPS, STEPS, ROUNDS = 50_257, 64, 4, 6, 4
 PROFILE_ROWS = 28
 FLA_CONFIGURATIONS = 3  # all of them take minutes

@@ -92,14 +92,20 @@ def test_what_is_wanted_most_comes_first_and_the_plan_says_when(capsys: pytest.C
     assert lines[0] == "about   66 s  train falcon-1.3 32 1024"  # not FLA's, which is ready later
     assert lines[4].startswith("about   90 s")
     assert lines[5].startswith("about  156 s")  # began at 66, stood still while four were measured
-    assert lines[6].endswith("decode fla 1,64 1024,32768   beyond the limit")
+    assert lines[6].endswith("train fla 32 1024 + train fla 2 16384   beyond the limit")
 
 
-def test_fla_is_left_out_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    cases = [case for half in lm.lanes() for case in half]
-    for found, kept in ((object(), cases), (None, [case for case in cases if "decode fla" not in case])):
-        monkeypatch.setattr(lm.importlib.util, "find_spec", lambda name, found=found: found)
-        assert lm.without_fla(cases) == kept
+def test_fla_is_left_out_where_it_is_missing_or_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    cases = ["train fla 32 1024 + train fla 2 16384", "train falcon-1.3 32 1024", "decode fla 1 2"]
+    for have, triton, kept in (
+        ({"fla", "tilelang"}, (3, 6, 0), cases),
+        ({"fla"}, (3, 6, 0), cases[1:]),
+        ({"fla"}, (3, 8, 0), cases),
+        (set(), (3, 8, 0), cases[1:2]),
+    ):
+        monkeypatch.setattr(lm.importlib.util, "find_spec", lambda name, have=have: name in have or None)
+        monkeypatch.setattr(lm, "_version", lambda name, triton=triton: triton)
+        assert lm.runnable(cases) == kept
 
 
 def test_an_end_from_outside_leaves_no_worker_and_a_report(tmp_path: Path) -> None:
