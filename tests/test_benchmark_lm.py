@@ -65,7 +65,8 @@ def test_cases_take_turns_and_failures_cost_one_case(tmp_path: Path, monkeypatch
     assert log == ["begin", "end"] * 4  # never two at a time
     files = lm_report.write_report(tmp_path / "out" / "lm.json")
     text = files[1].read_text()
-    assert "| first | 100.0M | 800 | 720 to 880 | 0.1 % | 2.5 | 1 |  |" in text
+    assert "| first (*) | 100.0M | 800 | 720 to 880 | 0.1 % | 2.5 | 1 |  |" in text
+    assert "(*) Not steady" in text
     assert "| first | 200 | yes | 5 | 2.5 |" in text
     assert "| first | 7 | yes | 5 | 2.5 |" in text
     assert "* train wrong 8 x 16" in text
@@ -136,7 +137,7 @@ lm.main(["--cases", "train first 8 16", "train slow 8 16", "--out", {str(tmp_pat
     process.stdout.close()
     assert process.wait() == 0
     assert rest.split() == [str(tmp_path / f"lm{ending}") for ending in (".json", ".md", ".png")]
-    assert "| first | 100.0M |" in (tmp_path / "lm.md").read_text()
+    assert "| first (*) | 100.0M |" in (tmp_path / "lm.md").read_text()
     for pid in workers:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
