@@ -100,8 +100,8 @@ def meets(i, j, level):
 @triton.jit
 def quick_log(alpha, carry):
     """log2 of the carry to 1e-5 of it: a series and the device's own logarithm."""
-    series = -LOG2E * alpha * (1 + alpha * (1 / 2 + alpha * (1 / 3 + alpha * (1 / 4))))
-    return tl.maximum(tl.where(alpha < 1 / 64, series, libdevice.fast_log2f(carry)), LEAST)
+    series = -LOG2E * alpha * (1 + alpha * (1 / 2 + alpha * (1 / 3)))
+    return tl.where(alpha < 1 / 64, series, libdevice.fast_log2f(carry))
 
 
 @triton.jit
@@ -113,8 +113,8 @@ def column_steps(
     EXACT: l to the last digits of float32; else `quick_log`.
     """
     eta, _r, _d, alpha, carry, _o, writes = step_sizes(energy, gain, ridge, pair, eps, floor, SCALED, DIRECT)
-    log_decay = tl.maximum(step_log_decay(alpha, carry, floor), LEAST) if EXACT else quick_log(alpha, carry)
-    return eta, tl.where(writes, log_decay, 0.0)
+    log_decay = step_log_decay(alpha, carry, floor) if EXACT else quick_log(alpha, carry)
+    return eta, tl.where(writes, tl.maximum(log_decay, LEAST), 0.0)
 
 
 @triton.jit

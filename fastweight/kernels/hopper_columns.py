@@ -33,7 +33,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from fastweight.kernels.columns import quick_log
+from fastweight.kernels.columns import LEAST, quick_log
 from fastweight.kernels.gates import load_head, step_sizes
 from fastweight.kernels.hopper_parts import ACC, FLAT, LEFT, LINE, SHARED, apart, nil
 from fastweight.kernels.hopper_walk import fetch, keep_barriers, rings_of, span, state_offsets, whose
@@ -98,7 +98,7 @@ def store_gains(pointer, values, first, h, c, high, H: gl.constexpr, V: gl.const
 def log_decays(gain, rho, floor):
     """l of every token and column."""
     alpha = gain * rho
-    return quick_log(alpha, gl.where(alpha < 1 - floor, 1 - alpha, floor))
+    return quick_log(alpha, gl.maximum(1 - alpha, floor))
 
 
 @gluon.jit
@@ -195,6 +195,8 @@ def forward(
         if READS:
             leaving.permute((1, 0)).store(S.to(dtype))
         log_decay = log_decays(gain, along(numbers, RHO, ACC), floor)
+        if not READS:
+            log_decay = gl.maximum(log_decay, LEAST)
         passed = log_decay.to(gl.float16)
         g = warpgroup_mma(gl.convert_layout(passed, LEFT), ones, none, use_acc=False, is_async=True)
         total = gl.sum(log_decay, axis=1)
@@ -312,6 +314,7 @@ def backward_state(
         coords = (n, ahead, key_at), (n, ahead, value_at)
         fetch(descs, rings, bars, (c + STAGES - 1) % STAGES, coords, c + STAGES - 1 < count)
         log_decay = log_decays(gain, along(numbers, (c & 1) * NUMBERS + RHO, ACC), floor)
+        log_decay = gl.maximum(log_decay, LEAST)
         passed = log_decay.to(gl.float16)
         g = warpgroup_mma(gl.convert_layout(passed, LEFT), ones, none, use_acc=False, is_async=True)
         total = gl.sum(log_decay, axis=1)

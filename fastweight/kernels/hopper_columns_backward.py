@@ -138,18 +138,19 @@ def backward(
     slot = (n * chunks + last) * H + h
     key_at = h // (H // KH) * K
 
-    descs = (q_desc, k_desc, v_desc, d_o_desc)
+    descs = (q_desc, k_desc, v_desc)
     rings, bars = rings_of(descs, 2)
-    state_ring, state_bars = rings_of((states_desc,), 1)
+    late_descs = (states_desc, d_o_desc)  # tiles with one place, for which the next ones come at a chunk's end
+    late, late_bars = rings_of(late_descs, 1)
+    staged = gl.allocate_shared_memory(dtype, [1, V, 64], SHARED)  # w, for which registers have no place
     room = gl.allocate_shared_memory(dtype, [1, V, K], gl.NVMMASharedLayout.get_default_for([V, K], dtype))
     scores = gl.allocate_shared_memory(dtype, [2, 64, 64], SHARED)
     numbers = gl.allocate_shared_memory(gl.float32, [2 * NUMBERS, 64], LINE)
     lost = gl.allocate_shared_memory(gl.int32, [num_warps], LINE)
     ones = ones_up_to(pairs)
     at = last * 64
-    coords = (n, at, key_at), (n, at - SHIFT, key_at), (n, at, h * V), (n, at, h * V)
-    fetch(descs, rings, bars, 0, coords, count > 0)
-    fetch((states_desc,), state_ring, state_bars, 0, ((slot * K, 0),), count > 0)
+    fetch(descs, rings, bars, 0, ((n, at, key_at), (n, at - SHIFT, key_at), (n, at, h * V)), count > 0)
+    fetch(late_descs, late, late_bars, 0, ((slot * K, 0), (n, at, h * V)), count > 0)
     fence_async_shared()
     i = gl.arange(0, 64, layout=flat)
     now = load_token(energies, lam, line, begin, at, i, length - at, h, H, SHIFT)
@@ -171,8 +172,8 @@ def backward(
         q = rings[0].index(s).reshape([64, K])
         x = rings[1].index(s).reshape([64, K])
         y = rings[2].index(s).reshape([64, V])
-        do = rings[3].index(s).reshape([64, V])
-        S = state_ring[0].index(nil())
+        do = late[1].index(nil()).reshape([64, V])
+        S = late[0].index(nil())
         s_E = room.index(nil())
         its = (c & 1) * NUMBERS
         at = (last - c) * 64
@@ -194,48 +195,51 @@ def backward(
         tma.store_wait(0)
         gl.thread_barrier()
         ahead = at - 64
-        coords = (n, ahead, key_at), (n, ahead - SHIFT, key_at), (n, ahead, h * V), (n, ahead, h * V)
+        coords = (n, ahead, key_at), (n, ahead - SHIFT, key_at), (n, ahead, h * V)
         fetch(descs, rings, bars, s ^ 1, coords, c + 1 < count)
         is_lost = gl.max(lost.load(gl.BlockedLayout([num_warps], [32], [num_warps], [0])), axis=0)
         gl.store(wild + (slot - c * H), is_lost.to(gl.int8))
         if is_lost != 0:
             gl.store(d_states + _state_offsets(slot - c * H, 0, 1, K, V, state), dS.to(dtype))
+        leaves = gl.convert_layout(gl.exp2(inside), gl.SliceLayout(1, state))
+        s_E.store((dS * leaves[:, None]).to(dtype))
+        mbarrier.wait(late_bars[0].index(0), c & 1)
+        through = gl.sum(S.permute((1, 0)).load(state).to(gl.float32) * dS, axis=1) * leaves
+        dS *= gl.convert_layout(gl.exp2(total), gl.SliceLayout(1, state))[:, None]
         p, g = warpgroup_mma_wait(0, deps=(p, g))
         distance = _apart(pairs)
         scores.index(nil()).store(gl.where(distance >= 0, p, 0.0).to(dtype))
-        mbarrier.wait(bars[3].index(s), phase)
-        r = packed((do.permute((1, 0)).load(tall).to(gl.float32) * gl.exp2(g)).to(dtype))
-        do.permute((1, 0)).store(r)
+        mbarrier.wait(late_bars[1].index(0), c & 1)
+        do.permute((1, 0)).store((do.permute((1, 0)).load(tall).to(gl.float32) * gl.exp2(g)).to(dtype))
         mbarrier.wait(bars[2].index(s), phase)
         down = gl.exp2(-g)
-        w = packed((y.permute((1, 0)).load(tall).to(gl.float32) * down).to(dtype))
+        w = (y.permute((1, 0)).load(tall).to(gl.float32) * down).to(dtype)
+        staged.index(nil()).store(w)
         down = packed(down.to(dtype))
-        m = packed((gain * along(numbers, its + REC, tall) * w.to(gl.float32)).to(dtype))
-        y.permute((1, 0)).store(m)
-        leaves = gl.convert_layout(gl.exp2(inside), gl.SliceLayout(1, state))
-        s_E.store((dS * leaves[:, None]).to(dtype))
-        mbarrier.wait(state_bars[0].index(0), c & 1)
-        through = gl.sum(S.permute((1, 0)).load(state).to(gl.float32) * dS, axis=1) * leaves
-        dS *= gl.convert_layout(gl.exp2(total), gl.SliceLayout(1, state))[:, None]
+        y.permute((1, 0)).store((gain * along(numbers, its + REC, tall) * w.to(gl.float32)).to(dtype))
         fence_async_shared()
         # Behind this barrier r, m, E and the scores are there.
         gl.thread_barrier()
+        S = late[0].index(nil())
+        do = late[1].index(nil()).reshape([64, V])
+        y = rings[2].index(nil() + s).reshape([64, V])
         d_p = warpgroup_mma(do, y.permute((1, 0)), no_pairs, use_acc=False, is_async=True)
         d_m = warpgroup_mma(s_E, x.permute((1, 0)), none, use_acc=False, is_async=True)
         reading = warpgroup_mma(S.permute((1, 0)), q.permute((1, 0)), none, use_acc=False, is_async=True)
-        low_m = gl.convert_layout(packed(m), LEFT)
-        reading = warpgroup_mma(low_m, scores.index(nil()).permute((1, 0)), reading, is_async=True)
+        reading = warpgroup_mma(y.permute((1, 0)), scores.index(nil()).permute((1, 0)), reading, is_async=True)
         d_p = warpgroup_mma_wait(3, deps=(d_p,))
         distance = _apart(pairs)
         scores.index(nil() + 1).store(gl.where(distance >= 0, d_p, 0.0).to(dtype))
         d_m = warpgroup_mma_wait(2, deps=(d_m,))
-        base = gl.convert_layout(through, ROW) + gl.sum(packed(m).to(gl.float32) * d_m, axis=1)
-        low_r = gl.convert_layout(packed(r), LEFT)
-        d_m = warpgroup_mma(low_r, scores.index(nil()), d_m, is_async=True)
-        dS = warpgroup_mma(low_r, q, dS, is_async=True)
+        base = gl.convert_layout(through, ROW) + gl.sum(y.permute((1, 0)).load(tall).to(gl.float32) * d_m, axis=1)
+        d_m = warpgroup_mma(do.permute((1, 0)), scores.index(nil()), d_m, is_async=True)
+        dS = warpgroup_mma(do.permute((1, 0)), q, dS, is_async=True)
         fence_async_shared()
         reading, d_m = warpgroup_mma_wait(1, deps=(reading, d_m))
-        terms = packed(r).to(gl.float32) * reading - packed(m).to(gl.float32) * d_m
+        do = late[1].index(nil()).reshape([64, V])
+        y = rings[2].index(nil() + s).reshape([64, V])
+        terms = do.permute((1, 0)).load(tall).to(gl.float32) * reading
+        terms -= y.permute((1, 0)).load(tall).to(gl.float32) * d_m
         d_log, dS = _suffix_sums(terms, ones, none, dS, tall)
         # Again: through the products there is no place for it.
         gain = load_gains(beta, begin + at, h + nil(), column, high, H, V, tall)
@@ -243,12 +247,12 @@ def backward(
         # Behind this barrier the gradients of the scores are there, and nobody needs the scores.
         gl.thread_barrier()
         alpha = gain * along(numbers, its + RHO, tall)
-        limit = 1 - floor
-        slope = libdevice.fast_dividef(d_log, gl.where(alpha < limit, 1 - alpha, floor))
-        d_alpha = gl.where(alpha < limit, -slope, 0.0)
+        d_alpha = gl.where(alpha < 1 - floor, libdevice.fast_dividef(d_log, alpha - 1), 0.0)
         rec = along(numbers, its + REC, tall)
         d_y = packed((gain * rec * packed(down).to(gl.float32) * d_m).to(dtype))
-        d_gain = (packed(w).to(gl.float32) * d_m + d_alpha * along(numbers, its + RIDGE, tall)) * rec
+        d_gain = (
+            staged.index(nil()).load(tall).to(gl.float32) * d_m + d_alpha * along(numbers, its + RIDGE, tall)
+        ) * rec
         store_gains(d_beta, d_gain, begin + at, h + nil(), column, high, H, V, tall)
         d_q = warpgroup_mma(do, S.permute((1, 0)), no_tile, use_acc=False, is_async=True)
         d_q = warpgroup_mma(scores.index(nil() + 1), x, d_q, is_async=True)
@@ -276,7 +280,8 @@ def backward(
         d_q, d_x = warpgroup_mma_wait(0, deps=(d_q, d_x))
         # Behind this barrier the products of all warps are done with the tiles, and the energies' gradients are there.
         gl.thread_barrier()
-        fetch((states_desc,), state_ring, state_bars, 0, (((slot - (c + 1) * H) * K, 0),), c + 1 < count)
+        coords = ((slot - (c + 1) * H) * K, 0), (n, ahead, h * V)
+        fetch(late_descs, late, late_bars, 0, coords, c + 1 < count)
         if ENERGY:
             share = numbers.index(its + SHARE).load(gl.SliceLayout(1, tile))
             d_x += 2 * share[:, None] * x.load(tile).to(gl.float32)
@@ -297,4 +302,4 @@ def backward(
     if d_state0 is not None:
         gl.store(d_state0 + _state_offsets(seg, h, H, K, V, state), dS)
     keep_barriers(bars)
-    keep_barriers(state_bars)
+    keep_barriers(late_bars)
