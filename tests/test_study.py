@@ -5,6 +5,7 @@ import os
 import re
 import signal
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 from study_pieces import work
@@ -81,7 +82,7 @@ def test_members_go_through_the_arms_before_the_next_seed():
 
 
 def scored(name, scoring):
-    return run_study(load_study(name), None, workers=1, scoring=scoring)  # type: ignore[arg-type]
+    return run_study(load_study(name), Path("nowhere"), workers=1, scoring=scoring)
 
 
 @pytest.mark.parametrize(
@@ -92,8 +93,8 @@ def scored(name, scoring):
         (lambda: load_study("mqar", seeds=0), "seeds"),
         (lambda: Study("a", "b", "parity-tiny", ARMS, "x"), "against"),
         (lambda: Study("a", "b", "parity-tiny", ARMS, "mamba2", scored="x"), "study.scored: got 'x'"),
-        (lambda: run_study(load_study("mqar", ["model.x.y"]), None, workers=1), "KEY=VALUE"),  # type: ignore[arg-type]
-        (lambda: run_study(load_study("mqar"), None, workers=0), "workers"),  # type: ignore[arg-type]
+        (lambda: run_study(load_study("mqar", ["model.x.y"]), Path("nowhere"), workers=1), "KEY=VALUE"),
+        (lambda: run_study(load_study("mqar"), Path("nowhere"), workers=0), "workers"),
         (lambda: scored("mqar", Scoring(generate=True)), "generate: got a study of the task mqar"),
         (lambda: scored("addition", Scoring(texts={"page": "x"})), "texts: got a study of the task addition"),
         (lambda: scored("lm-small", Scoring(texts={"validation": "x"})), "texts: got the name validation"),
@@ -243,6 +244,39 @@ def test_a_study_that_is_stopped_reports_what_is_done(tmp_path, monkeypatch):
     assert [o["arm"] for o in told["outcomes"]] == ["falcon-1"]
     assert told["made"][0]["device"].startswith("CPU")
     assert "1 of 2 runs have no outcome" in (out / "README.md").read_text()
+
+
+def test_studies_share_processes_and_what_they_have_in_common(tmp_path, monkeypatch):
+    """A member of two studies is trained once, for the first, and both report it under their own names."""
+    plans = []
+    for name, arms in (("one", ARMS), ("two", {"memory": ARMS["falcon-1"], "other": ["model.mixer=retnet"]})):
+        plans.append(tmp_path / f"{name}.yaml")
+        plans[-1].write_text(
+            f"recipe: parity-tiny\nsettings: {json.dumps(SMALL)}\narms: {json.dumps(arms)}\nseeds: 1\n"
+        )
+    trained = []
+
+    def in_this_process(pieces, work, workers, end, gpus, kind):
+        for _, place, arm, seed, _ in pieces:
+            trained.append(arm)
+            place.mkdir(parents=True)
+            (place / "outcome.json").write_text(json.dumps(asdict(outcome(arm, seed, 0.5, 0.25))))
+            yield (None, place, arm, seed, None), "done"
+
+    monkeypatch.setattr("fastweight.study.runner.run_pieces", in_this_process)
+    before = signal.getsignal(signal.SIGTERM)
+    words = ["study", *map(str, plans), "--out", str(tmp_path / "out"), "--report", str(tmp_path / "report")]
+    try:
+        assert run_main(monkeypatch, *words) == 0
+        assert trained == ["falcon-1", "mamba2", "other"]
+        assert run_main(monkeypatch, *words, "--known", str(tmp_path / "report" / "one" / "study.json")) == 0
+        assert len(trained) == 3
+        assert run_main(monkeypatch, "study", str(plans[0]), str(plans[0])) == 2
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    told = json.loads((tmp_path / "report" / "two" / "study.json").read_text())
+    assert [o["arm"] for o in told["outcomes"]] == ["memory", "other"]
+    assert (tmp_path / "out" / "two" / "memory" / "seed-0" / "outcome.json").is_file()
 
 
 def test_what_others_trained_counts_as_done_where_it_is_the_same(tmp_path, monkeypatch):

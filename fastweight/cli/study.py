@@ -72,12 +72,15 @@ def eval_task(
     _tell(write_study(study, outcomes, out, [made_by(_command())]))
 
 
-@app.command(epilog="Example: fastweight study mqar --seeds 3 --workers 8 --out runs/study/mqar")
+@app.command(epilog="Example: fastweight study mqar parity --seeds 3 --workers 8 --out runs/study")
 def study(
-    name: Annotated[
-        str, typer.Argument(help="Name of a study (addition, mqar, parity, pairing-falcon-1, ...) or YAML.")
+    names: Annotated[
+        list[str],
+        typer.Argument(help="Names of studies (addition, mqar, parity, pairing-falcon-1, ...) or YAML files."),
     ],
-    out: Annotated[Path | None, typer.Option(help="Directory; default runs/study/NAME.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Directory; default runs/study/NAME. Of several studies: that of NAME/.")
+    ] = None,
     seeds: Annotated[int | None, typer.Option(min=1, help="Seeds of each arm; default: the study's.")] = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Processes side by side; default: a core each.")] = None,
     only: Annotated[list[str] | None, typer.Option(help="Run this arm. Repeatable; default: all.")] = None,
@@ -92,14 +95,17 @@ def study(
     known: Annotated[
         list[Path] | None, typer.Option(help="A study.json whose outcomes count as done. Repeatable.")
     ] = None,
-    report: Annotated[Path | None, typer.Option(help="Directory of the report; default: that of --out.")] = None,
+    report: Annotated[
+        Path | None, typer.Option(help="Directory of the report, default: that of --out. Of several studies: of NAME/.")
+    ] = None,
     overrides: Overrides = None,
 ) -> None:
     """Train several models and seeds side by side on all devices, then compare them seed by seed.
 
-    Stopped, or at the end of --budget, it reports what is done; started again, it skips that and goes on with what was
-    cut short. To put together what several
-    machines trained: --known FILE --known FILE --budget 0 --report results/NAME.
+    Several studies share the processes, in the order in which they are named, and what they have in common is trained
+    once. Stopped, or at the end of --budget, it reports what is done; started again, it skips that and goes on with
+    what was cut short. To put together what several machines trained: --known FILE --known FILE --budget 0 --report
+    results/NAME.
     """
     need("matplotlib", "the picture")
     need("accelerate", "training")
@@ -107,26 +113,35 @@ def study(
     from fastweight.evaluation.provenance import made_by
     from fastweight.study.plan import load_study
     from fastweight.study.report import write_study
-    from fastweight.study.runner import add_known, on_cpu, run_study
+    from fastweight.study.runner import Job, add_known, on_cpu, run_studies
 
-    plan = load_study(name, [*_data(data), *(overrides or [])], seeds, only or [], recipe)
-    out, told = out or Path("runs/study") / plan.name, console()
-    workers = workers or os.cpu_count() or 1
+    plans = [load_study(name, [*_data(data), *(overrides or [])], seeds, only or [], recipe) for name in names]
+    named, told = [_named(text) for text in texts or []], console()
 
     def say(text: str) -> None:
         told.print(text, highlight=False, soft_wrap=True)
 
-    named = [_named(text) for text in texts or []]
     if len(dict(named)) < len(named):
         raise ValueError(f"--text: got {', '.join(texts or [])}, expected a name of its own for each")
-    scoring = Scoring(generate, texts=dict(named))
-    made = add_known(plan, out, known or [], say, scoring)
+    if len({plan.name for plan in plans}) < len(plans):
+        raise ValueError(f"names: got {', '.join(names)}, expected each study once")
+    places = [_place(out, plan.name, len(plans)) or Path("runs/study") / plan.name for plan in plans]
+    jobs = [Job(*one, Scoring(generate, texts=dict(named))) for one in zip(plans, places, strict=True)]
+    made = [add_known(job.study, job.out, known or [], say, job.scoring, must=len(jobs) == 1) for job in jobs]
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as an interruption: what is done is reported
-    outcomes = run_study(plan, out, workers=workers, budget=budget, scoring=scoring, say=say)
-    here = [] if made and budget == 0 else [made_by(_command(), on_cpu(plan))]
-    _tell(write_study(plan, outcomes, report or out, [*made, *here]))
-    if len(outcomes) < len(plan.members()):
+    done = run_studies(jobs, workers=workers or os.cpu_count() or 1, budget=budget, say=say)
+    for job, known_by, outcomes in zip(jobs, made, done, strict=True):
+        here = [] if known_by and budget == 0 else [made_by(_command(), on_cpu(job.study))]
+        if outcomes or len(jobs) == 1:
+            where = _place(report, job.study.name, len(jobs)) or job.out
+            _tell(write_study(job.study, outcomes, where, [*known_by, *here]))
+    if any(len(outcomes) < len(job.study.members()) for job, outcomes in zip(jobs, done, strict=True)):
         raise typer.Exit(1)
+
+
+def _place(directory: Path | None, name: str, count: int) -> Path | None:
+    """The directory of one of so many studies."""
+    return directory if directory is None or count == 1 else directory / name
 
 
 def _data(data: Path | None) -> list[str]:

@@ -1,29 +1,29 @@
-"""A study into outcomes: processes that share the devices, each training one member after the other.
+"""Studies into outcomes: processes that share the devices, each training one member after the other.
 
     out/ARM/seed-N/           the run directory of the member (checkpoints, metrics.jsonl)
     out/ARM/seed-N/outcome.json
 
 Small models do not fill a GPU, so several processes share one (`workers.py`), and one that has trained an arm goes on
-with other seeds of it, whose graphs and kernels it has. A member with an outcome is done; one
-that was cut short goes on from its last complete checkpoint. Traps: every process has one CPU thread, or they would
-fight for cores; a member that fails is told and left out, so the report says how many seeds an arm has; training may
-leave TF32 switched on in its process, and scores are of float32.
+with other seeds of it, whose graphs and kernels it has. A member with an outcome is done; one that was cut short goes
+on from its last complete checkpoint; members of several studies with the same settings are trained once. Traps: every
+process has one CPU thread, or they would fight for cores; a member that fails is told and left out, so the report says
+how many seeds an arm has; training may leave TF32 switched on in its process, and scores are of float32.
 """
 
 import json
 import os
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastweight.evaluation.outcomes import Outcome, Scoring, TextOutcome, outcome_from, outcome_of
 from fastweight.evaluation.text_outcomes import VALIDATION, check_one_corpus, corpus_of
 from fastweight.files import write_json
 from fastweight.recipes import AdditionTask, Run, TextTask, to_dict
-from fastweight.recipes.rundir import changes_between
+from fastweight.recipes.rundir import FREE_SETTINGS
 from fastweight.study.plan import Study
 from fastweight.study.workers import NO_GPU, run_pieces, visible_gpus
 
@@ -32,11 +32,24 @@ TESTED = ("test_widths", "test_sizes", "test_problems", "test_seed")  # settings
 
 Say = Callable[[str], None]
 Member = tuple[str, int]  # arm and seed
+Piece = tuple[Run, Path, str, int, Scoring]  # what `_member` is called with
 
 
 def member_dir(out: Path, arm: str, seed: int) -> Path:
     """Where a member lives; labels may hold anything but a slash."""
     return out / arm.replace("/", "_").replace(" ", "_") / f"seed-{seed}"
+
+
+class Job(NamedTuple):
+    """A study, where its outcomes lie, and what is scored beyond what its task says."""
+
+    study: Study
+    out: Path
+    scoring: Scoring = Scoring()
+
+    @property
+    def scored(self) -> Scoring:
+        return replace(self.scoring, validation=self.study.scored == "validation")
 
 
 def run_study(
@@ -48,31 +61,85 @@ def run_study(
     scoring: Scoring | None = None,
     say: Say = print,
 ) -> list[Outcome | TextOutcome]:
-    """Train and score every member that has no outcome yet; returns all outcomes, in the order of the plan.
+    """`run_studies` with one."""
+    return run_studies([Job(study, out, scoring or Scoring())], workers=workers, budget=budget, say=say)[0]
+
+
+def run_studies(
+    jobs: Sequence[Job], *, workers: int, budget: float | None = None, say: Say = print
+) -> list[list[Outcome | TextOutcome]]:
+    """Train and score every member that has no outcome yet; returns each study's outcomes, in the order of its plan.
 
     Args:
         workers: processes side by side, over all GPUs, which take turns.
         budget: seconds after which work ends; members cut short go on from their last checkpoint another time.
-        scoring: what is scored beyond what the task says.
     """
     if workers < 1:
         raise ValueError(f"workers: got {workers}, expected at least 1")
-    runs = {member: study.run(*member) for member in study.members()}  # wrong settings fail before anything starts
-    scoring = replace(scoring or Scoring(), validation=study.scored == "validation")
-    _check(scoring, next(iter(runs.values())))
-    check_one_corpus(_texts(read_outcomes(study, out)), _corpus(study, scoring))
-    to_do = [member for member in runs if not (member_dir(out, *member) / OUTCOME).is_file()]
+    places = _places(jobs)  # wrong settings fail before anything starts
+    for job in jobs:
+        _check(job.scored, job.study.run(*job.study.members()[0]))
+        check_one_corpus(_texts(read_outcomes(job.study, job.out)), _corpus(job.study, job.scoring))
+    _share(places)
+    pieces = [same[0] for same in places.values() if not (same[0][1] / OUTCOME).is_file()]
     start = time.monotonic()
-    end = None if budget is None else start + budget
-    if to_do and (budget is None or budget > 0):
-        say(f"{study.name}: {len(to_do)} of {len(runs)} to train, {workers} at a time")
-        pieces = [(runs[member], member_dir(out, *member), *member, scoring) for member in to_do]
-        gpus = [NO_GPU] if on_cpu(study) else visible_gpus()
+    if pieces and (budget is None or budget > 0):
+        names = ", ".join(job.study.name for job in jobs)
+        say(f"{names}: {len(pieces)} of {len(places)} to train, {workers} at a time")
+        gpus = [NO_GPU] if all(on_cpu(job.study) for job in jobs) else visible_gpus()
+        end = None if budget is None else start + budget
         try:
-            _follow(run_pieces(pieces, _member, workers, end, gpus, kind=_arm), len(to_do), start, say)
+            _follow(run_pieces(pieces, _member, workers, end, gpus, kind=_arm), len(pieces), start, say)
         except KeyboardInterrupt:
             say("Stopped; what is done is kept, and the same command goes on.")
-    return read_outcomes(study, out)
+        _share(places)
+    return [read_outcomes(job.study, job.out) for job in jobs]
+
+
+def _places(jobs: Sequence[Job]) -> dict[str, list[Piece]]:
+    """All members as pieces of work, those that are the same together."""
+    places: dict[str, list[Piece]] = {}
+    for job in jobs:
+        for arm, seed in job.study.members():
+            run = job.study.run(arm, seed)
+            piece = (run, member_dir(job.out, arm, seed), arm, seed, job.scored)
+            places.setdefault(identity(to_dict(run), job.study.scored), []).append(piece)
+    return places
+
+
+def _share(places: Mapping[str, Sequence[Piece]]) -> None:
+    """Give members the outcome of one that is the same."""
+    for same in places.values():
+        files = {place / OUTCOME: arm for _, place, arm, *_ in same}
+        done = next((file for file in files if file.is_file()), None)
+        if done is None:
+            continue
+        for file, arm in files.items():
+            if not file.is_file():
+                _write(file.parent, arm, json.loads(done.read_text(encoding="utf-8")))
+
+
+def _write(place: Path, arm: str, raw: Mapping[str, Any]) -> None:
+    place.mkdir(parents=True, exist_ok=True)
+    write_json(place / OUTCOME, {**raw, "arm": arm})
+
+
+def identity(run: Mapping[str, Any], scored: str) -> str:
+    """What a run and its score depend on, as text; without where data lies and what only watches.
+
+    Args:
+        run: as `to_dict` has it.
+        scored: see `Study`.
+    """
+
+    def flat(value: Any, name: str) -> dict[str, Any]:
+        if isinstance(value, Mapping):
+            return {key: leaf for part, item in value.items() for key, leaf in flat(item, f"{name}.{part}").items()}
+        return {name: value}
+
+    told = flat(run, "run")
+    kept = {name: told[name] for name in told if name not in FREE_SETTINGS or name.rpartition(".")[2] in TESTED}
+    return json.dumps([scored, kept], sort_keys=True)
 
 
 def on_cpu(study: Study) -> bool:
@@ -119,14 +186,15 @@ def read_outcomes(study: Study, out: Path) -> list[Outcome | TextOutcome]:
 
 
 def add_known(
-    study: Study, out: Path, files: Iterable[Path], say: Say = print, scoring: Scoring | None = None
+    study: Study, out: Path, files: Iterable[Path], say: Say = print, scoring: Scoring | None = None, must: bool = True
 ) -> list[dict[str, str]]:
     """Put outcomes of study.json files where those of this study are looked for; returns by what they were made.
 
     What was trained on another machine, in part, or for another study thus counts as done. An outcome is taken where
     its settings, as its file has them, are those of a member, test included, whatever the arm is called there; a member
-    that `out` holds already is left as it is. Raises ValueError for a file with nothing that this study trains, and for
-    language models of other text than the study's or each other's. Trap: recipes are taken as they are now.
+    that `out` holds already is left as it is. Raises ValueError for language models of other text than the study's or
+    each other's and, if it `must` be of use, for a file with nothing that this study trains. Trap: recipes are taken as
+    they are now.
     """
     made = []
     for file in files:
@@ -134,39 +202,28 @@ def add_known(
             raise ValueError(f"--known: got {file}, expected a study.json")
         told = json.loads(file.read_text(encoding="utf-8"))
         found = _same_runs(study, told)
-        if not found:
+        if not found and must:
             raise ValueError(f"--known: {file} holds no outcome with the settings of a member of {study.name}")
-        say(f"{file}: {len(found)} of {len(told['outcomes'])} outcomes are of this study")
+        say(f"{file}: {len(found)} of {len(told['outcomes'])} outcomes are of {study.name}")
         theirs = _texts(map(outcome_from, found.values()))
         check_one_corpus([*_texts(read_outcomes(study, out)), *theirs], _corpus(study, scoring or Scoring()))
         for (arm, seed), raw in found.items():
             place = member_dir(out, arm, seed)
             if not (place / OUTCOME).is_file():
-                place.mkdir(parents=True, exist_ok=True)
-                write_json(place / OUTCOME, {**raw, "arm": arm})
-        made += [part for part in told["made"] if part not in made]
+                _write(place, arm, raw)
+        made += [part for part in told["made"] if found and part not in made]
     return made
 
 
 def _same_runs(study: Study, told: dict[str, Any]) -> dict[Member, dict[str, Any]]:
     """Members of a study, each with the outcome of another study's run of the same settings."""
-    theirs, found = Study(**told["study"]), {}
-    if theirs.scored != study.scored:
-        return {}
-    runs = {member: to_dict(study.run(*member)) for member in study.members()}
-    for raw in told["outcomes"]:
-        ran = to_dict(theirs.run(raw["arm"], raw["seed"]))
-        same = [
-            member
-            for member, run in runs.items()
-            if not changes_between({"run": ran}, {"run": run})
-            and all(ran["task"].get(name) == run["task"].get(name) for name in TESTED)
-        ]
-        found |= dict.fromkeys(same, raw)
-    return found
+    theirs = Study(**told["study"])
+    known = {identity(to_dict(theirs.run(raw["arm"], raw["seed"])), theirs.scored): raw for raw in told["outcomes"]}
+    runs = {member: identity(to_dict(study.run(*member)), study.scored) for member in study.members()}
+    return {member: known[run] for member, run in runs.items() if run in known}
 
 
-def _arm(piece: tuple) -> str:
+def _arm(piece: tuple[Any, ...]) -> str:
     """What a process has compiled for."""
     return piece[2]
 
