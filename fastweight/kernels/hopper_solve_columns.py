@@ -1,13 +1,14 @@
-"""Regression with a gain per value column on Hopper: what solve_columns.py's walks compute, faster, for dense calls.
+"""Regression with a gain per value column on Hopper: what solve_columns.py's walks compute, faster.
 
 In 16 bits, with 64 or 128 key columns and as many value columns. One program walks one sequence of one head, 16 tokens
 at a time. The state lies transposed, a row a value column, in the accumulators of the matrix units, 64 key columns
 each; the products that read it take it from there, and what they make is handed to threads that have a column each: the
 16 steps of a block then pass without a word between threads, on numbers that stay in registers. Couplings of the tokens
-and what of their steps all columns share come from shared memory, every thread reading the same ones.
+and what of their steps all columns share come from shared memory, every thread reading the same ones; they are made a
+block ahead, and tiles are copied two blocks ahead.
 
 Traps: a tile that a thread has in registers is read and written by rows whose numbers are known when this is compiled
-(`_row`), or it would go to memory. A stage is fetched into only behind a thread barrier after the last use of what it
+(`_row`), or it would go to memory. A stage is copied into only behind a thread barrier after the last use of what it
 held. Tokens past a sequence's end have gain 0, and tiles of them are zeros.
 """
 
@@ -20,20 +21,27 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
-    mbarrier,
-    tma,
+    mma_v2,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from fastweight.kernels.gates import load_head, step_sizes
-from fastweight.kernels.hopper_parts import FLAT, LINE, SHARED, nil
+from fastweight.kernels.hopper_parts import FLAT, HALF, LINE, SHARED, arrive, copy_rows, nil
 from fastweight.kernels.solve_columns_gradient import forgets_much
+from fastweight.kernels.tiles import has_pair, segment_span, source_rows
 
+STAGES = gl.constexpr(3)
+COPY_128 = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))  # of 128 columns in 16 bits, and in 32
+COPY_64_WIDE = gl.constexpr(gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0]))
+COPY_128_WIDE = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0]))
+ROWS = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 1, order=[1, 0]))
+ROWS_WIDE = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 1, order=[1, 0]))
 COLUMN = gl.constexpr(gl.BlockedLayout([16, 1], [1, 32], [1, 4], [0, 1]))  # a thread has all tokens of a column
 ALONG = gl.constexpr(gl.SliceLayout(0, COLUMN.value))
 DOWN = gl.constexpr(gl.SliceLayout(1, COLUMN.value))
-FILL = gl.constexpr(gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0]))
+BESIDE = gl.constexpr(gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[1, 4], instr_shape=[16, 8]))
+UNDER = gl.constexpr(gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[2, 2], instr_shape=[16, 8]))
 STATE = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
 PAIR = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 32, 16]))
 ONE = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 16, 16]))
@@ -52,75 +60,115 @@ def _row(tile, r, t: gl.constexpr):
 
 
 @gluon.jit
-def _rings(k_desc, v_desc, beta_desc, D: gl.constexpr, STAGES: gl.constexpr):
-    """Room for the tiles of STAGES blocks: keys and under them queries, 64 columns each; values; gains. Barriers."""
-    keys = gl.allocate_shared_memory(k_desc.dtype, [STAGES * (D // 64) * 2, 1, 16, 64], k_desc.layout)
-    values = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, 16, D], v_desc.layout)
-    gains = gl.allocate_shared_memory(beta_desc.dtype, [STAGES, 1, 16, D], beta_desc.layout)
-    bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(bars.index(stage), count=1)
-    fence_async_shared()
-    return keys, values, gains, bars
+def _rings(dtype: gl.constexpr, gain_dtype: gl.constexpr, D: gl.constexpr):
+    """Room for the tiles of STAGES blocks: keys and queries in turn, 64 columns each; values; gains."""
+    wide: gl.constexpr = ROWS_WIDE if gain_dtype == gl.float32 else ROWS
+    keys = gl.allocate_shared_memory(dtype, [STAGES * (D // 64) * 2, 16, 64], SHARED)
+    values = gl.allocate_shared_memory(dtype, [STAGES, 16, D], ROWS)
+    gains = gl.allocate_shared_memory(gain_dtype, [STAGES, 16, D], wide)
+    return keys, values, gains
 
 
 @gluon.jit
-def _fetch(
-    descs,
-    rings,
-    n,
-    turn,
-    block,
-    key_at,
-    value_at,
-    wanted,
-    D: gl.constexpr,
-    SHIFT: gl.constexpr,
-    STAGES: gl.constexpr,
-):
-    """Starts the copies of the tiles of a block, which comes in its turn."""
-    k_desc, q_desc, v_desc, beta_desc = descs
-    keys, values, gains, bars = rings
+def _copy(
+    rings, turn, q, k, values, beta, previous, first, low, high, h, kh,
+    H: gl.constexpr, KH: gl.constexpr, D: gl.constexpr, SHIFT: gl.constexpr,
+):  # fmt: skip
+    """Begins to copy the tiles of a block, which comes in its turn; zeros where there is no token."""
+    keys, s_values, gains = rings
+    narrow: gl.constexpr = HALF if D == 64 else COPY_128
+    wide: gl.constexpr = COPY_64_WIDE if D == 64 else COPY_128_WIDE
+    of_gain: gl.constexpr = wide if beta.dtype.element_ty == gl.float32 else narrow
     stage = turn % STAGES
-    bar = bars.index(stage)
-    nbytes: gl.constexpr = (
-        2 * (D // 64) * k_desc.block_type.nbytes + v_desc.block_type.nbytes + beta_desc.block_type.nbytes
-    )
-    mbarrier.expect(bar, nbytes, pred=wanted)
+    i = gl.arange(0, 16, gl.SliceLayout(1, HALF)) + nil()
+    source, live = source_rows(previous, first, i, low, high, SHIFT)
+    keyed = live & (source >= low)
     for part in gl.static_range(D // 64):
-        tile = (stage * (D // 64) + part) * 2
-        at = key_at + part * 64
-        tma.async_copy_global_to_shared(k_desc, [n, block * 16 - SHIFT, at], bar, keys.index(tile), pred=wanted)
-        tma.async_copy_global_to_shared(q_desc, [n, block * 16, at], bar, keys.index(tile + 1), pred=wanted)
-    tma.async_copy_global_to_shared(v_desc, [n, block * 16, value_at], bar, values.index(stage), pred=wanted)
-    tma.async_copy_global_to_shared(beta_desc, [n, block * 16, value_at], bar, gains.index(stage), pred=wanted)
+        at = (stage * (D // 64) + part) * 2
+        if previous is None:
+            copy_rows(keys.index(at), k, first - SHIFT, i, kh, part * 64, keyed, KH, D, HALF)
+        else:
+            copy_rows(keys.index(at), k, first, source.to(gl.int64), kh, part * 64, keyed, KH, D, HALF)
+        copy_rows(keys.index(at + 1), q, first, i, kh, part * 64, live, KH, D, HALF)
+    i = gl.arange(0, 16, gl.SliceLayout(1, narrow)) + nil()
+    copy_rows(s_values.index(stage), values, first, i, h, 0, (i >= low) & (i < high), H, D, narrow)
+    i = gl.arange(0, 16, gl.SliceLayout(1, of_gain)) + nil()
+    copy_rows(gains.index(stage), beta, first, i, h, 0, (i >= low) & (i < high), H, D, of_gain)
 
 
 @gluon.jit
-def _load_shared_rates(couplings, energies, lam, line, first, h, high, begins, eps, floor,
-                       H: gl.constexpr, SHIFT: gl.constexpr, SCALED: gl.constexpr, DIRECT: gl.constexpr):  # fmt: skip
-    """Of a block: its couplings [16, 32], and of each token the step at gain 1 and the ridge."""
-    i = gl.arange(0, 16, gl.SliceLayout(1, FILL))
-    j = gl.arange(0, 32, gl.SliceLayout(0, FILL))
-    rows = gl.load(couplings + line * 32 + i[:, None] * 32 + j[None, :], mask=(i < high)[:, None], other=0.0)
-    i = gl.arange(0, 16, FLAT)
-    pair = i < high
-    if SHIFT:
-        pair = pair & (i + begins > 0)
+def _put_first_key(
+    keys, stage, key0, previous, first, low, high, n, kh, KH: gl.constexpr, D: gl.constexpr, SHIFT: gl.constexpr
+):
+    """The carried key in the row that is paired with it, for all products to see."""
+    i = gl.arange(0, 16, gl.SliceLayout(1, HALF))
+    source, live = source_rows(previous, first, i, low, high, SHIFT)
+    for part in gl.static_range(D // 64):
+        col = part * 64 + gl.arange(0, 64, gl.SliceLayout(0, HALF))
+        tile = keys.index((stage * (D // 64) + part) * 2)
+        x = tile.load(HALF)
+        begin = gl.load(key0 + (n.to(gl.int64) * KH + kh) * D + col).to(x.dtype)
+        tile.store(gl.where((live & (source < low))[:, None], begin[None, :], x))
+    fence_async_shared()
+    gl.thread_barrier()
+
+
+@gluon.jit
+def _couple(keys, pairs, stage, D: gl.constexpr, BACK: gl.constexpr):
+    """Of a block's keys with its keys and queries: X X^T and X Q^T [16, 32], with BACK X X^T and under it Q X^T."""
+    layout: gl.constexpr = UNDER if BACK else BESIDE
+    left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
+    right: gl.constexpr = gl.DotOperandLayout(1, layout, 2)
+    found = gl.zeros([32, 16] if BACK else [16, 32], gl.float32, layout)
+    for part in gl.static_range(D // 64):
+        at = stage * (D // 64) + part
+        x = keys.index(at * 2)
+        both = pairs.index(at)
+        if BACK:
+            found = mma_v2(both.load(left), x.permute((1, 0)).load(right), found)
+        else:
+            found = mma_v2(x.load(left), both.permute((1, 0)).load(right), found)
+    return found
+
+
+@gluon.jit
+def _energies(coupled):
+    """|x|^2 of each token, from X X^T and X Q^T."""
+    i = gl.arange(0, 16, gl.SliceLayout(1, BESIDE))[:, None]
+    j = gl.arange(0, 32, gl.SliceLayout(0, BESIDE))[None, :]
+    return gl.sum(gl.where(i == j, coupled, 0.0), axis=1)
+
+
+@gluon.jit
+def _prepare(
+    rings, pairs, turn, shelves, energies, lam, key0, has_key, unmasked, previous, line, first, low, high, n, h, kh,
+    eps, floor, H: gl.constexpr, KH: gl.constexpr, D: gl.constexpr, SHIFT: gl.constexpr, SCALED: gl.constexpr,
+    DIRECT: gl.constexpr, BACK: gl.constexpr,
+):  # fmt: skip
+    """Makes what all columns of a block share, and puts it where every thread finds it: couplings, and of each token
+    the step at gain 1 and the ridge. Energies are written, with BACK read."""
+    s_couplings, s_rates = shelves
+    stage = turn % STAGES
+    slot = turn % 2
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    of_token: gl.constexpr = FLAT if BACK else gl.SliceLayout(1, BESIDE)
+    i = gl.arange(0, 16, of_token)
+    source, live = source_rows(previous, first, i, low, high, SHIFT)
+    pair = has_pair(unmasked, has_key, first, i, source, live, low, n)
     ridge = load_head(lam, first, i, h, H, pair, 0.0)
-    energy = gl.load(energies + line + i, mask=pair, other=0.0)
+    if key0 is not None:
+        _put_first_key(rings[0], stage, key0, previous, first, low, high, n, kh, KH, D, SHIFT)
+    coupled = _couple(rings[0], pairs, stage, D, BACK)
+    if BACK:
+        s_couplings._reinterpret(gl.float32, [2, 32, 16], flat).index(slot).store(coupled)
+        energy = gl.load(energies + line + i, mask=live, other=0.0)
+    else:
+        s_couplings._reinterpret(gl.float32, [2, 16, 32], flat).index(slot).store(coupled)
+        energy = _energies(coupled)
+        gl.store(energies + line + i, energy, mask=live & (h % (H // KH) == 0))
     eta, ridge, _d, _a, _c, _o, _w = step_sizes(
         energy, gl.where(pair, 1.0, 0.0), ridge, pair, eps, floor, SCALED, DIRECT
     )
-    return rows, eta, ridge
-
-
-@gluon.jit
-def _keep(s_couplings, s_rates, slot, loaded):
-    """Puts what `_load_shared_rates` found where every thread finds it."""
-    rows, eta, ridge = loaded
-    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    s_couplings._reinterpret(gl.float32, [2, 16, 32], flat).index(slot).store(rows)
     s_rates.index(2 * slot).store(eta)
     s_rates.index(2 * slot + 1).store(ridge)
 
@@ -128,7 +176,7 @@ def _keep(s_couplings, s_rates, slot, loaded):
 @gluon.jit
 def _rates(gains, s_rates, slot, floor, D: gl.constexpr):
     """eta and carry [16, D] of a block, a column a thread."""
-    gain = gains.reshape([16, D]).load(COLUMN).to(gl.float32)
+    gain = gains.load(COLUMN).to(gl.float32)
     eta = gain * s_rates.index(2 * slot).load(DOWN)[:, None]
     alpha = eta * s_rates.index(2 * slot + 1).load(DOWN)[:, None]
     return eta, gl.where(alpha < 1 - floor, 1 - alpha, floor)
@@ -148,39 +196,40 @@ def _offsets(part: gl.constexpr, D: gl.constexpr):
     return ck[None, :] * D + cv[:, None]
 
 
-@gluon.jit(do_not_specialize=["length", "chunks", "tokens"])
+@gluon.jit(do_not_specialize=["length", "chunks", "tokens", "segments", "per_segment"])
 def forward(
-    k_desc, q_desc, v_desc, beta_desc, couplings, energies, lam, state0, o, residual, states, state1,
-    length, chunks, tokens, eps, floor,
+    q, k, v, beta, lam, key0, has_key, unmasked, previous, energies, state0, o, residual, states, state1,
+    cu, chunk_start, length, chunks, tokens, segments, per_segment, eps, floor,
     H: gl.constexpr, KH: gl.constexpr, D: gl.constexpr, SHIFT: gl.constexpr, SCALED: gl.constexpr,
-    DIRECT: gl.constexpr, BEFORE: gl.constexpr, STAGES: gl.constexpr,
+    DIRECT: gl.constexpr, BEFORE: gl.constexpr,
 ):  # fmt: skip
-    """One sequence of one head: o, the final state, and where given residuals and chunk states."""
+    """One sequence of one head: o, the final state, key energies, and where given residuals and chunk states."""
     PARTS: gl.constexpr = D // 64
-    dtype: gl.constexpr = k_desc.dtype
-    n = gl.program_id(0) // H
+    dtype: gl.constexpr = q.dtype.element_ty
     h = gl.program_id(0) % H
+    n, lead, _start, _stop, begin, size = segment_span(
+        gl.program_id(0) // H, cu, chunk_start, length, chunks, segments, per_segment, 64
+    )
     kh = h // (H // KH)
-    begin = n.to(gl.int64) * length
     slot = (n.to(gl.int64) * H + h) * (D * D)
-    count = (length + 15) // 16
-    descs = (k_desc, q_desc, v_desc, beta_desc)
-    rings = _rings(k_desc, v_desc, beta_desc, D, STAGES)
-    keys, values, gains, bars = rings
+    line = kh.to(gl.int64) * tokens + begin
+    count = (size + 15) // 16
+    rings = _rings(dtype, beta.dtype.element_ty, D)
+    keys, values, gains = rings
     pairs = keys._reinterpret(dtype, [STAGES * PARTS, 32, 64], SHARED)
     s_couplings = gl.allocate_shared_memory(gl.float32, [32, 32], LINE)
     s_rates = gl.allocate_shared_memory(gl.float32, [4, 16], LINE)
+    shelves = s_couplings, s_rates
     s_seen = gl.allocate_shared_memory(gl.float32, [D, 32], STRIPS)
     s_written = gl.allocate_shared_memory(dtype, [16, D], SHARED)
     s_total = gl.allocate_shared_memory(gl.float32, [D], LINE)
-    gl.thread_barrier()
-    for early in gl.static_range(STAGES):
-        _fetch(descs, rings, n, early, early, kh * D, h * D, early < count, D, SHIFT, STAGES)
-    line = kh.to(gl.int64) * tokens + begin
-    loaded = _load_shared_rates(
-        couplings, energies, lam, line, begin, h, length, 0, eps, floor, H, SHIFT, SCALED, DIRECT
-    )
-    _keep(s_couplings, s_rates, 0, loaded)
+    _copy(rings, 0, q, k, v, beta, previous, begin, 0, size, h, kh, H, KH, D, SHIFT)
+    arrive()
+    _prepare(
+        rings, pairs, 0, shelves, energies, lam, key0, has_key, unmasked, previous, line, begin, 0, size, n, h, kh,
+        eps, floor, H, KH, D, SHIFT, SCALED, DIRECT, False,
+    )  # fmt: skip
+    _copy(rings, 1, q, k, v, beta, previous, begin + 16, -16, size - 16, h, kh, H, KH, D, SHIFT)
     if state0 is None:
         S0 = gl.zeros([D, 64], gl.float32, STATE)
         S1 = S0
@@ -193,16 +242,15 @@ def forward(
     for b in range(0, count):
         stage = b % STAGES
         now = b & 1
-        high = length - b * 16
+        high = size - b * 16
         first = begin + b * 16
         at_rows = (first * H + h) * D + cv
         if states is not None:
             if b % 4 == 0:
-                to = states + ((n * chunks + b // 4).to(gl.int64) * H + h) * (D * D)
+                to = states + ((lead + b // 4).to(gl.int64) * H + h) * (D * D)
                 gl.store(to + _offsets(0, D), S0.to(dtype))
                 if PARTS == 2:
                     gl.store(to + _offsets(1, D), S1.to(dtype))
-        mbarrier.wait(bars.index(stage), (b // STAGES) & 1)
         low = gl.convert_layout(S0.to(dtype), LEFT_PAIR)
         tile = pairs.index(stage * PARTS)
         both = warpgroup_mma(low, tile.permute((1, 0)), gl.zeros([D, 32], gl.float32, PAIR), use_acc=False,
@@ -211,17 +259,21 @@ def forward(
             low = gl.convert_layout(S1.to(dtype), LEFT_PAIR)
             tile = pairs.index(stage * PARTS + 1)
             both = warpgroup_mma(low, tile.permute((1, 0)), both, is_async=True)
-        loaded = _load_shared_rates(
-            couplings, energies, lam, line + b * 16 + 16, first + 16, h, high - 16, b * 16 + 16, eps, floor,
-            H, SHIFT, SCALED, DIRECT,
+        # The next block's tiles are there, and nobody needs those of the block before.
+        arrive()
+        _prepare(
+            rings, pairs, b + 1, shelves, energies, lam, key0, has_key, unmasked, previous, line + b * 16 + 16,
+            first + 16, -b * 16 - 16, high - 16, n, h, kh, eps, floor, H, KH, D, SHIFT, SCALED, DIRECT, False,
+        )  # fmt: skip
+        _copy(
+            rings, b + 2, q, k, v, beta, previous, first + 32, -b * 16 - 32, high - 32, h, kh, H, KH, D, SHIFT
         )  # fmt: skip
         both = warpgroup_mma_wait(0, deps=(both,))
         s_seen.store(both)
-        _keep(s_couplings, s_rates, 1 - now, loaded)
         gl.thread_barrier()
         both = s_seen.permute((1, 0)).load(COLUMN)
         eta, carry = _rates(gains.index(stage), s_rates, now, floor, D)
-        y = values.index(stage).reshape([16, D]).load(COLUMN).to(gl.float32)
+        y = values.index(stage).load(COLUMN).to(gl.float32)
         z = gl.zeros([16, D], gl.float32, COLUMN)
         for t in gl.static_range(16):
             here = (cv >= 0) & (t < high)
@@ -244,58 +296,56 @@ def forward(
         gl.thread_barrier()
         written = s_written.permute((1, 0))
         total = s_total.load(gl.SliceLayout(1, STATE))[:, None]
-        x = keys.index(stage * PARTS * 2).reshape([16, 64])
+        x = keys.index(stage * PARTS * 2)
         S0 = warpgroup_mma(written, x, S0 * total, is_async=True)
         if PARTS == 2:
-            x = keys.index(stage * PARTS * 2 + 2).reshape([16, 64])
+            x = keys.index(stage * PARTS * 2 + 2)
             S1 = warpgroup_mma(written, x, S1 * total, is_async=True)
             S0, S1 = warpgroup_mma_wait(0, deps=(S0, S1))
         else:
             S0 = warpgroup_mma_wait(0, deps=(S0,))
-        gl.thread_barrier()
-        _fetch(descs, rings, n, b + STAGES, b + STAGES, kh * D, h * D, b + STAGES < count, D, SHIFT, STAGES)
     if state1 is not None:
         gl.store(state1 + slot + _offsets(0, D), S0)
         if PARTS == 2:
             gl.store(state1 + slot + _offsets(1, D), S1)
-    bars._keep_alive()
 
 
-@gluon.jit(do_not_specialize=["length", "chunks", "tokens"])
+@gluon.jit(do_not_specialize=["length", "chunks", "tokens", "segments", "per_segment"])
 def backward_state(
-    k_desc, q_desc, d_o_desc, beta_desc, couplings, energies, lam, d_state1, d_u, d_states, d_state0, kept, wild,
-    length, chunks, tokens, eps, floor,
+    q, k, d_o, beta, lam, key0, has_key, unmasked, previous, energies, d_state1, d_states, d_state0, d_u, kept, wild,
+    cu, chunk_start, length, chunks, tokens, segments, per_segment, eps, floor,
     H: gl.constexpr, KH: gl.constexpr, D: gl.constexpr, SHIFT: gl.constexpr, SCALED: gl.constexpr,
-    DIRECT: gl.constexpr, BEFORE: gl.constexpr, STAGES: gl.constexpr,
+    DIRECT: gl.constexpr, BEFORE: gl.constexpr,
 ):  # fmt: skip
     """One sequence of one head in reverse: dU, the state gradient at every chunk end, where wanted dS_0, the products
     of chunks' carries [chunks, H, D], and whether they forget much."""
     PARTS: gl.constexpr = D // 64
-    dtype: gl.constexpr = k_desc.dtype
-    n = gl.program_id(0) // H
+    dtype: gl.constexpr = q.dtype.element_ty
     h = gl.program_id(0) % H
+    n, lead, _start, _stop, begin, size = segment_span(
+        gl.program_id(0) // H, cu, chunk_start, length, chunks, segments, per_segment, 64
+    )
     kh = h // (H // KH)
-    begin = n.to(gl.int64) * length
     slot = (n.to(gl.int64) * H + h) * (D * D)
-    count = (length + 15) // 16
-    descs = (k_desc, q_desc, d_o_desc, beta_desc)
-    rings = _rings(k_desc, d_o_desc, beta_desc, D, STAGES)
-    keys, values, gains, bars = rings
+    line = kh.to(gl.int64) * tokens + begin
+    count = (size + 15) // 16
+    rings = _rings(dtype, beta.dtype.element_ty, D)
+    keys, values, gains = rings
     pairs = keys._reinterpret(dtype, [STAGES * PARTS, 32, 64], SHARED)
     s_couplings = gl.allocate_shared_memory(gl.float32, [64, 16], LINE)
     s_rates = gl.allocate_shared_memory(gl.float32, [4, 16], LINE)
+    shelves = s_couplings, s_rates
     s_seen = gl.allocate_shared_memory(gl.float32, [D, 16], STRIPS_ONE)
     s_written = gl.allocate_shared_memory(dtype, [32, D], SHARED)
     s_total = gl.allocate_shared_memory(gl.float32, [D], LINE)
-    gl.thread_barrier()
-    for early in gl.static_range(STAGES):
-        _fetch(descs, rings, n, early, count - 1 - early, kh * D, h * D, early < count, D, SHIFT, STAGES)
-    line = kh.to(gl.int64) * tokens + begin
     at = (count - 1) * 16
-    loaded = _load_shared_rates(
-        couplings, energies, lam, line + at, begin + at, h, length - at, at, eps, floor, H, SHIFT, SCALED, DIRECT
-    )
-    _keep(s_couplings, s_rates, 0, loaded)
+    _copy(rings, 0, q, k, d_o, beta, previous, begin + at, -at, size - at, h, kh, H, KH, D, SHIFT)
+    arrive()
+    _prepare(
+        rings, pairs, 0, shelves, energies, lam, key0, has_key, unmasked, previous, line + at, begin + at, -at,
+        size - at, n, h, kh, eps, floor, H, KH, D, SHIFT, SCALED, DIRECT, True,
+    )  # fmt: skip
+    _copy(rings, 1, q, k, d_o, beta, previous, begin + at - 16, 16 - at, size - at + 16, h, kh, H, KH, D, SHIFT)
     if d_state1 is None:
         S0 = gl.zeros([D, 64], gl.float32, STATE)
         S1 = S0
@@ -310,39 +360,40 @@ def backward_state(
         b = count - 1 - turn
         stage = turn % STAGES
         now = turn & 1
-        high = length - b * 16
+        high = size - b * 16
         first = begin + b * 16
         at_rows = (first * H + h) * D + cv
         if (b % 4 == 3) | (turn == 0):
-            to = d_states + ((n * chunks + b // 4).to(gl.int64) * H + h) * (D * D)
+            to = d_states + ((lead + b // 4).to(gl.int64) * H + h) * (D * D)
             gl.store(to + _offsets(0, D), S0.to(dtype))
             if PARTS == 2:
                 gl.store(to + _offsets(1, D), S1.to(dtype))
-        mbarrier.wait(bars.index(stage), (turn // STAGES) & 1)
         low = gl.convert_layout(S0.to(dtype), LEFT_ONE)
-        x = keys.index(stage * PARTS * 2).reshape([16, 64])
+        x = keys.index(stage * PARTS * 2)
         ends = warpgroup_mma(low, x.permute((1, 0)), gl.zeros([D, 16], gl.float32, ONE), use_acc=False,
                              is_async=True)  # fmt: skip
         if PARTS == 2:
             low = gl.convert_layout(S1.to(dtype), LEFT_ONE)
-            x = keys.index(stage * PARTS * 2 + 2).reshape([16, 64])
+            x = keys.index(stage * PARTS * 2 + 2)
             ends = warpgroup_mma(low, x.permute((1, 0)), ends, is_async=True)
-        at = b * 16 - 16
-        loaded = _load_shared_rates(
-            couplings, energies, lam, line + at, begin + at, h, gl.where(b > 0, 16, 0), at, eps, floor,
-            H, SHIFT, SCALED, DIRECT,
+        arrive()
+        _prepare(
+            rings, pairs, turn + 1, shelves, energies, lam, key0, has_key, unmasked, previous, line + b * 16 - 16,
+            first - 16, 16 - b * 16, high + 16, n, h, kh, eps, floor, H, KH, D, SHIFT, SCALED, DIRECT, True,
+        )  # fmt: skip
+        _copy(
+            rings, turn + 2, q, k, d_o, beta, previous, first - 32, 32 - b * 16, high + 32, h, kh, H, KH, D, SHIFT
         )  # fmt: skip
         ends = warpgroup_mma_wait(0, deps=(ends,))
         s_seen.store(ends)
-        _keep(s_couplings, s_rates, 1 - now, loaded)
         gl.thread_barrier()
         felt = s_seen.permute((1, 0)).load(COLUMN)
         eta, carry = _rates(gains.index(stage), s_rates, now, floor, D)
-        do = values.index(stage).reshape([16, D]).load(COLUMN).to(gl.float32)
+        do = values.index(stage).load(COLUMN).to(gl.float32)
         d_y = gl.zeros([16, D], gl.float32, COLUMN)
         for t in gl.static_range(15, -1, -1):
-            misses = s_couplings.index((now * 16 + t) * 2).load(DOWN)[:, None]
-            reads = s_couplings.index((now * 16 + t) * 2 + 1).load(DOWN)[:, None] * _row(do, r, t)[None, :]
+            misses = s_couplings.index(now * 32 + t).load(DOWN)[:, None]
+            reads = s_couplings.index(now * 32 + 16 + t).load(DOWN)[:, None] * _row(do, r, t)[None, :]
             if not BEFORE:
                 felt = gl.where(r <= t, felt + reads, felt)
             d_write = _row(felt, r, t)
@@ -362,7 +413,7 @@ def backward_state(
         passed *= total
         least = gl.minimum(least, gl.min(carry, axis=0))
         if b % 4 == 0:
-            at_chunk = (n * chunks + b // 4).to(gl.int64) * H + h
+            at_chunk = (lead + b // 4).to(gl.int64) * H + h
             gl.store(kept + at_chunk * D + cv, passed)
             gl.store(wild + at_chunk, forgets_much(passed, least, dtype).to(gl.int8))
             passed = gl.full([D], 1.0, gl.float32, ALONG)
@@ -380,12 +431,7 @@ def backward_state(
             S0, S1 = warpgroup_mma_wait(0, deps=(S0, S1))
         else:
             S0 = warpgroup_mma_wait(0, deps=(S0,))
-        gl.thread_barrier()
-        _fetch(
-            descs, rings, n, turn + STAGES, b - STAGES, kh * D, h * D, turn + STAGES < count, D, SHIFT, STAGES
-        )  # fmt: skip
     if d_state0 is not None:
         gl.store(d_state0 + slot + _offsets(0, D), S0)
         if PARTS == 2:
             gl.store(d_state0 + slot + _offsets(1, D), S1)
-    bars._keep_alive()

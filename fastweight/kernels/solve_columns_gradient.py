@@ -134,13 +134,11 @@ def pair_gradients(
 @triton.jit(do_not_specialize=["length", "chunks", "tokens", "segments", "per_segment", "one"])
 def backward_state(
     q, k, d_o, beta, lam, key0, has_key, unmasked, previous, couplings, energies, d_state1, d_states, d_state0,
-    d_u, kept, wild,
     cu, chunk_start, length, chunks, tokens, segments, per_segment, eps, floor, one,
     H: tl.constexpr, KH: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     SHIFT: tl.constexpr, SCALED: tl.constexpr, DIRECT: tl.constexpr, BEFORE: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """One sequence of one head in reverse, BV value columns: the state gradient at every chunk end, dS_0, and where
-    wanted dU, the products of chunks' carries [chunks, H, V], and whether they forget much (then BV is V)."""
+    """One sequence of one head in reverse, BV value columns: the state gradient at every chunk end, and dS_0."""
     pid = tl.program_id(0)
     blocks: tl.constexpr = (V + BV - 1) // BV
     h = (pid // blocks) % H
@@ -157,8 +155,6 @@ def backward_state(
     slot = (seg.to(tl.int64) * H + h) * (K * V)
     if d_state1 is not None:
         dS += tl.trans(tl.load(d_state1 + slot + state_at, mask=in_state, other=0.0).to(tl.float32))
-    passed = tl.full([BV], 1.0, tl.float32)
-    least = tl.full([BV], 1.0, tl.float32)
     last = tl.minimum(stop * 4, tl.cdiv(size, 16)) - 1
     for back in tl.range(0, last + 1 - start * 4):
         block = last - back
@@ -177,10 +173,7 @@ def backward_state(
         _g, _r, _e, eta, carry = column_rates(
             beta, lam, energies, line, first, b, h, lone, pair, live, eps, floor, H, V, SCALED, DIRECT
         )
-        d_write = write_gradients(ends, do, eta, carry, couplings + line * 32, b, high, BEFORE)
-        if d_u is not None:
-            store_columns(d_u, d_write, first, b, h, lone, live, H, V)
-        d_y = eta * d_write
+        d_y = eta * write_gradients(ends, do, eta, carry, couplings + line * 32, b, high, BEFORE)
         before = carries_before(later_by_one(carry, b, 1.0), b, BV, 16)
         reads = do * before
         if not BEFORE:
@@ -188,15 +181,6 @@ def backward_state(
         total = pick(before, b, 15) * pick(carry, b, 15)
         back_to_start = beside(d_y * -before, reads, BV).to(LOW)
         dS = tl.dot(back_to_start, xq, acc=dS * total[:, None], input_precision=DOT)
-        if kept is not None:
-            passed *= total
-            least = tl.minimum(least, tl.min(carry, axis=1))
-            if block % 4 == 0:
-                at_chunk = (lead + block // 4).to(tl.int64) * H + h
-                tl.store(kept + at_chunk * V + cv, passed, mask=cv < V)
-                tl.store(wild + at_chunk, forgets_much(passed, least, LOW).to(tl.int8))
-                passed = tl.full([BV], 1.0, tl.float32)
-                least = tl.full([BV], 1.0, tl.float32)
     if d_state0 is not None:
         tl.store(d_state0 + slot + state_at, tl.trans(dS), mask=in_state)
 
