@@ -144,7 +144,9 @@ def main(arguments: list[str] | None = None) -> None:
         return draw(json.loads((chosen.out / "drift.json").read_text()), chosen.out)
     if chosen.merge:
         parts = [json.loads(path.read_text()) for path in chosen.merge]
-        return write(parts[0] | {"results": [result for part in parts for result in part["results"]]}, chosen.out)
+        made = parts[0]["made"] | {"command": "; ".join(part["made"]["command"] for part in parts)}
+        results = [result for part in parts for result in part["results"]]
+        return write(parts[0] | {"made": made, "results": results}, chosen.out)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     results = []
     for name in chosen.rules.split(","):

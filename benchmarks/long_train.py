@@ -188,11 +188,11 @@ def worker(chosen: argparse.Namespace, recipe: str) -> None:
     ids = torch.from_numpy(shards.tokens(0, shards.num_tokens)).to(next(model.parameters()).device)
     longest = max(chosen.tokens)
     before, held_out = ids[:-longest], ids[-longest:]
-    for length in chosen.tokens:
+    for length in chosen.tokens if "step" in chosen.parts else ():
         say("step", **measure(model, held_out, length, chosen.repeats))
     if chosen.learn:
         say("learned", **learn(model, before, chosen.learn, chosen.rows, chosen.learn_tokens, 1e-3))
-    for length in chosen.tokens:
+    for length in chosen.tokens if "read" in chosen.parts else ():
         say("read", **read(model, held_out, length, min(chosen.segment, length // 2), chosen.learn_tokens))
 
 
@@ -273,6 +273,9 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=numbers, default=[131_072, 1_048_576], help="lengths of rows")
     parser.add_argument("--segment", type=int, default=SEGMENT, help="tokens at a time of the reading in segments")
     parser.add_argument("--learn", type=float, default=0.0, help="seconds of training on short rows before")
+    parser.add_argument(
+        "--parts", nargs="*", choices=("step", "read"), default=["step", "read"], help="what to measure"
+    )
     parser.add_argument("--learn-tokens", type=int, default=2048)
     parser.add_argument("--rows", type=int, default=16, help="short rows of a step")
     parser.add_argument("--repeats", type=int, default=2)

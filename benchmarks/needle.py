@@ -4,8 +4,9 @@
     --merge A/needle.json B/needle.json              one file and picture of several runs, of a model each
 
 A row of T tokens is filler; N keys, each followed by its value, stand at random places, and the last 2 N tokens ask for
-every key once: the token after a question is to be the key's value. Small models are trained on --tokens with distances
-drawn evenly on a log scale, and asked over distances up to --longest, which they have never seen.
+every key once: the token after a question is to be the key's value. Small models are trained on rows of --tokens with
+distances drawn evenly on a log scale, and asked in rows of --lengths: what is lost in longer ones at a distance that
+was trained is lost to the filler before the pair, what is lost at longer distances to that behind it.
 
 Traps: the answer is asked for, not shown, so recall cannot come from copying; keys of a row are different tokens, and
 filler is neither key nor value; chance is 1 / VALUES. A memory that forgets by itself (a carry below 1 at filler) shows
@@ -135,26 +136,31 @@ def recall(model: Any, longest: int, problems: int, rows: int) -> list[dict[str,
 
 
 def draw_curves(results: list[dict[str, Any]], tokens: int, path: Path) -> None:
-    """Recall against distance; bars are one standard error, and a line marks what training has shown."""
+    """Recall against distance, a panel for each length of the rows; bars are one standard error, and a line marks what
+    training has shown."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(7, 3.8))
-    for result in results:
-        curve = [point for point in result["curve"] if point["asked"] >= FEWEST]
-        x, y = [1.4 * point["distance"] for point in curve], [point["right"] for point in curve]
-        wide = [math.sqrt(max(p * (1 - p), 1e-4) / point["asked"]) for p, point in zip(y, curve, strict=True)]
-        axes.errorbar(x, y, wide, marker="o", markersize=3, capsize=2, label=result["model"])
-    axes.axvline(tokens, color="#8a94a6", linestyle="--")
-    axes.text(tokens, 1.03, " longest in training", fontsize=8, color="#5b6472")
-    axes.axhline(1 / VALUES, color="#8a94a6", linestyle=":", label="chance")
-    axes.set(ylim=(0, 1.1), xlabel="tokens between pair and question", ylabel="right answers")
-    axes.set_xscale("log", base=2)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(fontsize=8)
-    figure.tight_layout()
+    lengths = sorted({one["tokens"] for result in results for one in result["curves"]})
+    figure, panels = plt.subplots(
+        1, len(lengths), figsize=(1.5 + 4 * len(lengths), 3.8), sharey=True, squeeze=False, constrained_layout=True
+    )
+    for axes, length in zip(panels[0], lengths, strict=True):
+        for result in results:
+            of_length = [one["curve"] for one in result["curves"] if one["tokens"] == length]
+            curve = [point for one in of_length for point in one if point["asked"] >= FEWEST]
+            x, y = [1.4 * point["distance"] for point in curve], [point["right"] for point in curve]
+            wide = [math.sqrt(max(p * (1 - p), 1e-4) / point["asked"]) for p, point in zip(y, curve, strict=True)]
+            axes.errorbar(x, y, wide, marker="o", markersize=3, capsize=2, label=result["model"])
+        axes.axvline(tokens, color="#8a94a6", linestyle="--", label="longest in training")
+        axes.axhline(1 / VALUES, color="#8a94a6", linestyle=":", label="chance")
+        axes.set(ylim=(0, 1.1), xlabel="tokens between pair and question", title=f"rows of {length:,} tokens")
+        axes.set_xscale("log", base=2)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0][0].set_ylabel("right answers")
+    panels[0][-1].legend(fontsize=8)
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
@@ -166,10 +172,13 @@ def write(found: dict[str, Any], directory: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
+    def numbers(text: str) -> list[int]:
+        return [int(word) for word in text.split(",")]
+
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--models", default="falcon-1.3,falcon-1a.3")
     parser.add_argument("--tokens", type=int, default=1024, help="of a row in training")
-    parser.add_argument("--longest", type=int, default=65_536, help="of a row in the test")
+    parser.add_argument("--lengths", type=numbers, default=[1024, 8192, 65_536], help="of rows in the test")
     parser.add_argument("--rows", type=int, default=32, help="of a training step")
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--rate", type=float, default=2e-3, help="learning rate")
@@ -187,14 +196,19 @@ def main(arguments: list[str] | None = None) -> None:
         return draw_curves(found["results"], found["tokens"], chosen.out / "needle.png")
     if chosen.merge:
         parts = [json.loads(path.read_text()) for path in chosen.merge]
-        return write(parts[0] | {"results": [result for part in parts for result in part["results"]]}, chosen.out)
+        made = parts[0]["made"] | {"command": "; ".join(part["made"]["command"] for part in parts)}
+        results = [result for part in parts for result in part["results"]]
+        return write(parts[0] | {"made": made, "results": results}, chosen.out)
     device, results = "cuda" if torch.cuda.is_available() else "cpu", []
     for name in chosen.models.split(","):
         model = model_of(name, chosen.width, chosen.layers).to(device).train()
         seen = train(model, chosen.tokens, chosen.rows, chosen.steps, chosen.rate, chosen.limit)
-        curve = recall(model, chosen.longest, chosen.problems, chosen.test_rows)
-        results.append({"model": name} | seen | {"curve": curve})
-        print(name, seen, " ".join(f"{point['distance']}: {point['right']:.2f}" for point in curve), flush=True)
+        print(name, seen, flush=True)
+        results.append({"model": name} | seen | {"curves": []})
+        for length in chosen.lengths:
+            curve = recall(model, length, chosen.problems, chosen.test_rows)
+            results[-1]["curves"].append({"tokens": length, "curve": curve})
+            print(f"{length:,}:", *(f"{point['distance']}: {point['right']:.2f}" for point in curve), flush=True)
         made = made_by("python -m benchmarks.needle " + " ".join(arguments or sys.argv[1:]))
         sizes = {"tokens": chosen.tokens, "width": chosen.width, "layers": chosen.layers, "device": device}
         write({"made": made} | sizes | {"results": results}, chosen.out)

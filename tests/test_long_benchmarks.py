@@ -53,7 +53,7 @@ def test_models_whose_ending_is_unknown_are_refused() -> None:
 
 
 def test_a_model_is_trained_asked_and_drawn(tmp_path: Path) -> None:
-    words = ["--models", "falcon-1a.3", "--tokens", "64", "--longest", "128", "--rows", "2", "--steps", "2"]
+    words = ["--models", "falcon-1a.3", "--tokens", "64", "--lengths", "64,128", "--rows", "2", "--steps", "2"]
     needle.main(
         [*words, "--width", "16", "--layers", "1", "--problems", "2", "--test-rows", "2", "--out", str(tmp_path)]
     )
@@ -61,12 +61,14 @@ def test_a_model_is_trained_asked_and_drawn(tmp_path: Path) -> None:
     assert told["made"]["command"].startswith("python -m benchmarks.needle --models falcon-1a.3 ")
     (result,) = told["results"]
     assert result["steps"] == 2
+    assert [one["tokens"] for one in result["curves"]] == [64, 128]
     (tmp_path / "needle.png").unlink()
     needle.main(["--draw-only", "--out", str(tmp_path)])
     assert (tmp_path / "needle.png").read_bytes().startswith(b"\x89PNG")
     needle.main(["--merge", *[str(tmp_path / "needle.json")] * 2, "--out", str(tmp_path / "merged")])
     merged = json.loads((tmp_path / "merged" / "needle.json").read_text())
-    assert merged == told | {"results": [result, result]}
+    assert merged["results"] == [result, result]
+    assert merged["made"]["command"] == "; ".join([told["made"]["command"]] * 2)
 
 
 @pytest.fixture
