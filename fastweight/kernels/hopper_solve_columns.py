@@ -196,6 +196,18 @@ def _offsets(part: gl.constexpr, D: gl.constexpr):
     return ck[None, :] * D + cv[:, None]
 
 
+@gluon.jit
+def _keep_state(stage, pointer, S, D: gl.constexpr):
+    """Writes 64 key columns of a state by way of the memory of `stage` [64, D], which the threads are done with."""
+    layout: gl.constexpr = HALF if D == 64 else COPY_128
+    stage.permute((1, 0)).store(S.to(stage.dtype))
+    gl.thread_barrier()
+    ck = gl.arange(0, 64, gl.SliceLayout(1, layout)) + nil()
+    cv = gl.arange(0, D, gl.SliceLayout(0, layout))
+    gl.store(pointer + (ck[:, None] * D + cv[None, :]), stage.load(layout))
+    gl.thread_barrier()
+
+
 @gluon.jit(do_not_specialize=["length", "chunks", "tokens", "segments", "per_segment"])
 def forward(
     q, k, v, beta, lam, key0, has_key, unmasked, previous, energies, state0, o, residual, states, state1,
@@ -221,6 +233,7 @@ def forward(
     s_rates = gl.allocate_shared_memory(gl.float32, [4, 16], LINE)
     shelves = s_couplings, s_rates
     s_seen = gl.allocate_shared_memory(gl.float32, [D, 32], STRIPS)
+    stage_of_states = s_seen._reinterpret(dtype, [64, D], SHARED)
     s_written = gl.allocate_shared_memory(dtype, [16, D], SHARED)
     s_total = gl.allocate_shared_memory(gl.float32, [D], LINE)
     _copy(rings, 0, q, k, v, beta, previous, begin, 0, size, h, kh, H, KH, D, SHIFT)
@@ -248,9 +261,9 @@ def forward(
         if states is not None:
             if b % 4 == 0:
                 to = states + ((lead + b // 4).to(gl.int64) * H + h) * (D * D)
-                gl.store(to + _offsets(0, D), S0.to(dtype))
+                _keep_state(stage_of_states, to, S0, D)
                 if PARTS == 2:
-                    gl.store(to + _offsets(1, D), S1.to(dtype))
+                    _keep_state(stage_of_states, to + 64 * D, S1, D)
         low = gl.convert_layout(S0.to(dtype), LEFT_PAIR)
         tile = pairs.index(stage * PARTS)
         both = warpgroup_mma(low, tile.permute((1, 0)), gl.zeros([D, 32], gl.float32, PAIR), use_acc=False,
@@ -259,7 +272,10 @@ def forward(
             low = gl.convert_layout(S1.to(dtype), LEFT_PAIR)
             tile = pairs.index(stage * PARTS + 1)
             both = warpgroup_mma(low, tile.permute((1, 0)), both, is_async=True)
-        # The next block's tiles are there, and nobody needs those of the block before.
+        both = warpgroup_mma_wait(0, deps=(both,))
+        s_seen.store(both)
+        # Behind this barrier the next block's tiles are there, what was kept for this one is seen, and nobody needs
+        # what the block before read.
         arrive()
         _prepare(
             rings, pairs, b + 1, shelves, energies, lam, key0, has_key, unmasked, previous, line + b * 16 + 16,
@@ -268,9 +284,6 @@ def forward(
         _copy(
             rings, b + 2, q, k, v, beta, previous, first + 32, -b * 16 - 32, high - 32, h, kh, H, KH, D, SHIFT
         )  # fmt: skip
-        both = warpgroup_mma_wait(0, deps=(both,))
-        s_seen.store(both)
-        gl.thread_barrier()
         both = s_seen.permute((1, 0)).load(COLUMN)
         eta, carry = _rates(gains.index(stage), s_rates, now, floor, D)
         y = values.index(stage).load(COLUMN).to(gl.float32)
@@ -335,7 +348,9 @@ def backward_state(
     s_couplings = gl.allocate_shared_memory(gl.float32, [64, 16], LINE)
     s_rates = gl.allocate_shared_memory(gl.float32, [4, 16], LINE)
     shelves = s_couplings, s_rates
-    s_seen = gl.allocate_shared_memory(gl.float32, [D, 16], STRIPS_ONE)
+    s_seen = gl.allocate_shared_memory(gl.float32, [2, D, 16], STRIPS_ONE)
+    stage_of_states = s_seen._reinterpret(dtype, [64, D], SHARED)
+    s_seen = s_seen.index(0)
     s_written = gl.allocate_shared_memory(dtype, [32, D], SHARED)
     s_total = gl.allocate_shared_memory(gl.float32, [D], LINE)
     at = (count - 1) * 16
@@ -365,9 +380,9 @@ def backward_state(
         at_rows = (first * H + h) * D + cv
         if (b % 4 == 3) | (turn == 0):
             to = d_states + ((lead + b // 4).to(gl.int64) * H + h) * (D * D)
-            gl.store(to + _offsets(0, D), S0.to(dtype))
+            _keep_state(stage_of_states, to, S0, D)
             if PARTS == 2:
-                gl.store(to + _offsets(1, D), S1.to(dtype))
+                _keep_state(stage_of_states, to + 64 * D, S1, D)
         low = gl.convert_layout(S0.to(dtype), LEFT_ONE)
         x = keys.index(stage * PARTS * 2)
         ends = warpgroup_mma(low, x.permute((1, 0)), gl.zeros([D, 16], gl.float32, ONE), use_acc=False,
@@ -376,6 +391,10 @@ def backward_state(
             low = gl.convert_layout(S1.to(dtype), LEFT_ONE)
             x = keys.index(stage * PARTS * 2 + 2)
             ends = warpgroup_mma(low, x.permute((1, 0)), ends, is_async=True)
+        ends = warpgroup_mma_wait(0, deps=(ends,))
+        s_seen.store(ends)
+        # Behind this barrier the next block's tiles are there, what was kept for this one is seen, and nobody needs
+        # what the block before read.
         arrive()
         _prepare(
             rings, pairs, turn + 1, shelves, energies, lam, key0, has_key, unmasked, previous, line + b * 16 - 16,
@@ -384,9 +403,6 @@ def backward_state(
         _copy(
             rings, turn + 2, q, k, d_o, beta, previous, first - 32, 32 - b * 16, high + 32, h, kh, H, KH, D, SHIFT
         )  # fmt: skip
-        ends = warpgroup_mma_wait(0, deps=(ends,))
-        s_seen.store(ends)
-        gl.thread_barrier()
         felt = s_seen.permute((1, 0)).load(COLUMN)
         eta, carry = _rates(gains.index(stage), s_rates, now, floor, D)
         do = values.index(stage).load(COLUMN).to(gl.float32)
