@@ -3,8 +3,10 @@
 import json
 import os
 import re
+import shlex
 import signal
 from dataclasses import asdict, replace
+from itertools import pairwise, takewhile
 from pathlib import Path
 
 import pytest
@@ -20,7 +22,7 @@ from fastweight.study.claims import Trained, sentences
 from fastweight.study.effects import comparisons, paired
 from fastweight.study.plan import Study, load_study, study_names
 from fastweight.study.report import difference, page, spread, write_study
-from fastweight.study.runner import add_known, member_dir, read_outcomes, run_study
+from fastweight.study.runner import Job, _places, add_known, member_dir, read_outcomes, run_study
 from fastweight.tasks.scoring import all_hits
 from fastweight.training.model import config_of
 
@@ -406,3 +408,27 @@ def test_claims_are_computed_whatever_they_say():
     capped = Study("gains", "", "s3-tiny", {arm: [] for arm in gains}, "m, gain < 1", seeds=2)
     (told,) = sentences([Trained("gains", capped, gains)])
     assert told.endswith("a gain up to 2 ahead of one up to 1: not decided for m (+3.0 ± 3.0 points, 2 seeds).")
+
+
+def test_the_commands_of_the_documentation_name_what_there_is():
+    """Studies, arms and settings; and where a table tells how many runs there are, so many are trained."""
+    page = Path(__file__).parents[1].joinpath("docs", "experiments.md").read_text()
+    told = {
+        line.split("|")[2].strip(" `"): line.split("|")[3]
+        for line in page.splitlines()
+        if "| `fastweight study" in line
+    }
+    assert len(told) == 8
+    told |= dict.fromkeys(re.findall(r"^fastweight study .*", page, flags=re.MULTILINE), "")
+    for command, runs in told.items():
+        words = shlex.split(command.partition("`")[0])[2:]
+        names = list(takewhile(lambda word: not word.startswith("--"), words))
+        given = [(word, after) for word, after in pairwise(words) if word.startswith("--")]
+        only, settings = ([after for word, after in given if word == option] for option in ("--only", "--set"))
+        options = dict(given)
+        seeds = int(options["--seeds"]) if "--seeds" in options else None
+        plans = [load_study(name, settings, seeds, only, options.get("--recipe")) for name in names]
+        places = _places([Job(plan, Path(plan.name)) for plan in plans])
+        if runs:
+            known = len(_places([Job(load_study("mqar"), Path("mqar"))]).keys() & places) if "--known" in options else 0
+            assert sum(map(int, re.findall(r"\d+", runs))) == len(places) - known, command

@@ -57,6 +57,7 @@ def test_a_run_on_text_is_scored_where_it_says_and_comes_back_from_json(data: Pa
     assert outcome.curve[-1][0] == 8
     assert f"loss {wanted.loss:.3f}" in told
     assert outcome.corpus == corpus_of(data, scoring.texts)
+    assert outcome.corpus_tokens == open_shards(data, "train").num_tokens
     assert outcome.corpus.keys() == {"train", *outcome.scores}
     assert len(set(outcome.corpus.values())) == 4
     with pytest.raises(ValueError, match="a run on text, expected tasks that draw"):
@@ -120,7 +121,7 @@ def test_the_report_compares_losses_seed_by_seed(tmp_path: Path) -> None:
     # Differences -0.1 and -0.2: mean -0.15, standard deviation 0.0707, over the root of 2.
     assert "| b | 2 | 1,000 | 2.950 ± 0.071 | -0.150 ± 0.050 |" in told
     assert "| 25.0 ± 0.0 | 70.0 ± 0.0 | 5,000 | - |" in told
-    assert "2,048 tokens" in told
+    assert "2,048 tokens of training each." in told
     assert "| b | 3.950 | 1.950 |" in told  # every other position, the last among them
     assert "task.data" not in told + files[0].read_text(), "a path of one machine"
     assert files[2].stat().st_size > 10_000

@@ -35,6 +35,7 @@ class TextOutcome:
         positions: of the validation text, pairs [tokens in context, loss], see `by_context`.
         curve, cost: see `course_of`.
         corpus: see `corpus_of`; outcomes are comparable where it has the same under the same name.
+        corpus_tokens: of the training split; 0: not told.
     """
 
     arm: str
@@ -47,6 +48,7 @@ class TextOutcome:
     curve: list[list[float]] = field(default_factory=list)
     cost: dict[str, float] = field(default_factory=dict)
     corpus: dict[str, str] = field(default_factory=dict)
+    corpus_tokens: int = 0
 
     def in_words(self) -> str:
         """A line for people who wait."""
@@ -98,8 +100,8 @@ def text_outcome_of(run_dir: Path, run: Run, arm: str, seed: int, files: Mapping
     count = sum(p.numel() for p in loaded.model.parameters())
     tokens = run.training.steps * run.training.batch_size * task.sequence_length
     mixer, positions = str(run.model.get("mixer", "")), [list(point) for point in by_context(validation)]
-    course, corpus = course_of(run_dir), corpus_of(task.data, files)
-    return TextOutcome(arm, seed, mixer, count, tokens, scores, positions, *course, corpus)
+    corpus, size = corpus_of(task.data, files), open_shards(task.data, TRAIN).num_tokens
+    return TextOutcome(arm, seed, mixer, count, tokens, scores, positions, *course_of(run_dir), corpus, size)
 
 
 def _score(loaded: LanguageModel, documents: list[Document]) -> Perplexity:

@@ -23,8 +23,9 @@ Groups = Mapping[str, Sequence[TextOutcome]]
 
 def told(outcomes: Sequence[TextOutcome]) -> str:
     """What all arms saw."""
-    seen = sorted({o.tokens for o in outcomes})
-    return f"{' to '.join(f'{tokens:,}' for tokens in seen)} tokens of training each."
+    seen, sizes = sorted({o.tokens for o in outcomes}), {o.corpus_tokens for o in outcomes} - {0}
+    corpus = f", from a corpus of {max(sizes):,}" if sizes else ""
+    return f"{' to '.join(f'{tokens:,}' for tokens in seen)} tokens of training each{corpus}."
 
 
 def tables(study: Study, groups: Groups) -> list[str]:
