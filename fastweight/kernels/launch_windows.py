@@ -3,9 +3,9 @@
 Saved for the backward pass besides the inputs: steps and facts of tokens, a block's maps (64 KB of float32, half of it
 in bfloat16) and its first state. What is larger is made again, for some blocks at a time.
 
-Traps: float16 has no range for maps, which hold steps: they are float32 there. Tiles of 16 pairs are for mma: as operands
-of wgmma the assembler of Triton 3.6 (ptxas 12.8) takes their address in shared memory from a register that holds the
-number of the program, or an argument: wrong gradients in small calls, illegal addresses in large ones.
+Traps: float16 has no range for maps, which hold steps: they are float32 there. Tiles of 16 pairs are for mma: as an
+operand of wgmma, the assembler of Triton 3.6 (ptxas 12.8) takes their address in shared memory from a register that has
+the number of the program, or an argument: wrong gradients in small calls, illegal addresses in large ones.
 """
 
 from dataclasses import dataclass
@@ -248,9 +248,9 @@ def _rest(plan, given, where, block, known: tuple[Tensor, ...], d_o, states, out
 
     rows, rows_back = _room_for_parts(given, block, turns, ROWS, SIDES)
     maps = _room_for_parts(given, block, turns, HELD, SIDES)
-    missed, wrote, begun, df = (room(block.parts * HELD, V) for _ in range(4))
+    missed, wrote, begun, outer, lead, df = (room(block.parts * HELD, V) for _ in range(6))
     met = room(block.parts, SIDES, SIDES, dtype=torch.float32)
-    d_gram, d_reads = room(block.parts * HELD, block.slots), room(block.parts * HELD, PAIRS)
+    d_gram, d_reads = room(block.slots, block.slots), room(PAIRS, block.slots)
     through = room(HELD, dtype=torch.float32)
     read = torch.empty_like(found.decay)
     shared = _shared(where, given, K)
@@ -268,8 +268,8 @@ def _rest(plan, given, where, block, known: tuple[Tensor, ...], d_o, states, out
         start(
             windows_gradient.sweep, (turn.blocks, H),
             given.q, given.k, given.v, d_o, given.key0, given.has_key, given.unmasked, found.gram, found.reads,
-            found.decay, states, out.states, maps[0], maps[1], missed, wrote, begun, df, met, d_gram, d_reads, read,
-            through, *place, **widths, **_sweep_tile(K, V, dtype)._asdict(),
+            found.decay, states, out.states, maps[0], maps[1], missed, wrote, begun, outer, lead, df, met, d_gram,
+            d_reads, read, through, *place, **widths, **_sweep_tile(K, V, dtype)._asdict(),
         )  # fmt: skip
         start(
             windows_gradient.inside, (turn.blocks * block.parts, H),

@@ -51,55 +51,11 @@ from fastweight.kernels.windows_parts import HELD, SIDES, load_part, pair_slots,
 
 
 @triton.jit
-def _part_pairs(
-    has_key, unmasked, first, start, low, high, n, PART: tl.constexpr, WINDOW: tl.constexpr, SHIFT: tl.constexpr
-):
-    """As `block_pairs`, of the part that begins at row `start`."""
-    p = tl.arange(0, HELD)
-    i = start + p - (WINDOW - 1)
+def _slot_pairs(has_key, unmasked, first, pair_of, held, low, high, n, WINDOW: tl.constexpr, SHIFT: tl.constexpr):
+    """As `block_pairs`, of slots."""
+    i = pair_of - (WINDOW - 1)
     source, live = source_rows(None, first, i, low, high, SHIFT)
-    pair = has_pair(unmasked, has_key, first, i, source, live & (p < PART + WINDOW - 1), low, n)
-    return i, source, pair
-
-
-@triton.jit
-def _forth(
-    k, v, key0, has_key, unmasked, matrix, decay, read_part, write_part, S, missed, wrote, begun,
-    cv, ck, first, low, high, n, kh, h, number, line,
-    H: tl.constexpr, KH: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    WINDOW: tl.constexpr, TOKENS: tl.constexpr, PAIRS: tl.constexpr, PART: tl.constexpr, SLOTS: tl.constexpr,
-    SHIFT: tl.constexpr, DOT: tl.constexpr,
-):  # fmt: skip
-    """w, z and carry X S_0 of the slots of a block, BV columns of them, into memory."""
-    PARTS: tl.constexpr = TOKENS // PART
-    u = tl.arange(0, HELD)
-    s = tl.arange(0, SLOTS)
-    part_of, pair_of, held, _begin, end = slot_places(decay, line, first, high, SLOTS, PARTS, WINDOW, PART)
-    dtype = write_part.dtype.element_ty
-    shelf = number * (PARTS * HELD * V)
-    in_v = (cv < V)[None, :]
-    for part in range(PARTS):
-        i, source, pair = _part_pairs(has_key, unmasked, first, part * PART, low, high, n, PART, WINDOW, SHIFT)
-        x = load_keys(k, key0, None, source, pair, first, i, low, n, kh, ck, KH, K, SHIFT, BK)
-        y = load_tile(v, first, i, h, cv, pair, H, V, BV)
-        row = u + part * PART
-        before = held & (part_of < part)
-        start = decay_before(decay, line, first, part * PART, high)
-        z = tl.load(wrote + shelf + s[:, None] * V + cv[None, :], mask=before[:, None] & in_v, other=0.0)
-        meet = tl.load(matrix + row[:, None] * PAIRS + pair_of[None, :], mask=(row < PAIRS)[:, None] & before[None, :],
-                       other=0.0)  # fmt: skip
-        meet *= fade(before, start - end)[None, :]
-        f = tl.dot(x, S, input_precision=DOT) * tl.exp2(start)
-        at = shelf + (u + part * HELD)[:, None] * V + cv[None, :]
-        tl.store(begun + at, f.to(dtype), mask=in_v & (u >= 0)[:, None])
-        f = tl.dot(meet.to(dtype), z, acc=f, input_precision=DOT)
-        w = (y.to(tl.float32) - f).to(dtype)
-        tl.store(missed + at, w, mask=in_v & (u >= 0)[:, None])
-        place = number * PARTS + part
-        z = tl.dot(load_part(write_part, place, 0, False), w, input_precision=DOT)
-        z = tl.dot(load_part(write_part, place, 1, False), f.to(dtype), acc=z, input_precision=DOT)
-        tl.store(wrote + at, z.to(dtype), mask=in_v & (u >= 0)[:, None])
-        tl.debug_barrier()
+    return i, source, has_pair(unmasked, has_key, first, i, source, live & held, low, n)
 
 
 @triton.jit
@@ -109,16 +65,155 @@ def _add_tile(pointer, at, tile, keep, more):
     tl.store(pointer + at, tile.to(pointer.dtype.element_ty), mask=keep)
 
 
+@triton.jit
+def _slot_tile(pointer, shelf, s, cv, rows, V: tl.constexpr):
+    """Rows of slots, BV columns of them."""
+    return tl.load(
+        pointer + shelf + s[:, None] * V + cv[None, :], mask=(s < rows)[:, None] & (cv < V)[None, :], other=0.0
+    )
+
+
+@triton.jit
+def _keep_slots(pointer, shelf, tile, s, cv, rows, V: tl.constexpr):
+    """Writes what `_slot_tile` reads."""
+    keep = (s < rows)[:, None] & (cv < V)[None, :]
+    tl.store(pointer + shelf + s[:, None] * V + cv[None, :], tile.to(pointer.dtype.element_ty), mask=keep)
+
+
+@triton.jit
+def _meet(matrix, from_pair, to_pair, keep, power, PAIRS: tl.constexpr):
+    """Entries of G or Q X^T between pairs (or tokens) of two parts, with the decay between them."""
+    keep = keep & (from_pair < PAIRS)[:, None] & (to_pair < PAIRS)[None, :]
+    return tl.load(matrix + from_pair[:, None] * PAIRS + to_pair[None, :], mask=keep, other=0.0) * fade(keep, power)
+
+
+@triton.jit
+def _walk_parts(
+    v, d_o, has_key, unmasked, matrix, decay, read_part, write_part, missed, wrote, lead, df,
+    shelf, cv, first, low, high, n, h, number, line,
+    H: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, WINDOW: tl.constexpr, TOKENS: tl.constexpr,
+    PAIRS: tl.constexpr, PART: tl.constexpr, SLOTS: tl.constexpr, SHIFT: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """From what the state gives each slot, `missed` and `lead`: w and z forth, dz (into `lead`) and df back."""
+    PARTS: tl.constexpr = TOKENS // PART
+    u = tl.arange(0, HELD)
+    s = tl.arange(0, SLOTS)
+    part_of, pair_of, held, begin, end = slot_places(s, decay, line, first, high, PARTS, WINDOW, PART)
+    dtype = write_part.dtype.element_ty
+    for part in range(PARTS):
+        row = u + part * PART
+        slot = u + part * HELD
+        _i, _source, pair = _slot_pairs(
+            has_key, unmasked, first, row, u < PART + WINDOW - 1, low, high, n, WINDOW, SHIFT
+        )
+        y = load_tile(v, first, row - (WINDOW - 1), h, cv, pair, H, V, BV)
+        w = _slot_tile(missed, shelf, slot, cv, SLOTS, V).to(tl.float32)
+        before = held & (part_of < part)
+        start = decay_before(decay, line, first, part * PART, high)
+        meet = _meet(matrix, row, pair_of, before[None, :], (start - end)[None, :], PAIRS).to(dtype)
+        place = number * PARTS + part
+        by_w, by_f = load_part(write_part, place, 0, False), load_part(write_part, place, 1, False)
+        w -= tl.dot(meet, _slot_tile(wrote, shelf, s, cv, part * HELD, V), input_precision=DOT)
+        low_w = w.to(dtype)
+        _keep_slots(missed, shelf, low_w, slot, cv, SLOTS, V)
+        f = (y.to(tl.float32) - w).to(dtype)
+        z = tl.dot(by_f, f, acc=tl.dot(by_w, low_w, input_precision=DOT), input_precision=DOT)
+        _keep_slots(wrote, shelf, z, slot, cv, SLOTS, V)
+        tl.debug_barrier()
+    for back in range(PARTS):
+        part = PARTS - 1 - back
+        row = u + part * PART
+        slot = u + part * HELD
+        do = load_tile(d_o, first, row, h, cv, (u < PART) & (row < high), H, V, BV).to(dtype)
+        dz = _slot_tile(lead, shelf, slot, cv, SLOTS, V).to(tl.float32)
+        after = held & (part_of > part)
+        stop = decay_rows(decay, line, first, part * PART + PART - 1, high)
+        meet = _meet(matrix, row, pair_of, after[None, :], (begin - stop)[None, :], PAIRS).to(dtype)
+        place = number * PARTS + part
+        # Of df = A_f^T dO + D_f^T dz - dw
+        by_o = load_part(read_part, place, 1, True).to(tl.float32) - load_part(read_part, place, 0, True)
+        by_z = load_part(write_part, place, 1, True).to(tl.float32) - load_part(write_part, place, 0, True)
+        later = tl.load(df + shelf + s[:, None] * V + cv[None, :], mask=after[:, None] & (cv < V)[None, :], other=0.0)
+        dz = tl.dot(meet, later, acc=dz, input_precision=DOT).to(dtype)
+        _keep_slots(lead, shelf, dz, slot, cv, SLOTS, V)
+        f = tl.dot(by_o.to(dtype), do, input_precision=DOT)
+        f = tl.dot(by_z.to(dtype), dz, acc=f, input_precision=DOT)
+        _keep_slots(df, shelf, f, slot, cv, SLOTS, V)
+        tl.debug_barrier()
+
+
+@triton.jit
+def _between(
+    v, d_o, has_key, unmasked, matrix, seen, decay, g_read, missed, wrote, begun, outer, lead, df, met, d_gram, d_reads,
+    do, s, shelf, cv, first, low, high, n, h, number, line, more,
+    H: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, WINDOW: tl.constexpr, TOKENS: tl.constexpr,
+    PAIRS: tl.constexpr, PART: tl.constexpr, SLOTS: tl.constexpr, SHIFT: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """Of 64 slots: M, dG and d(Q X^T) to later parts; what they give to each read; what passes by each part."""
+    PARTS: tl.constexpr = TOKENS // PART
+    u = tl.arange(0, HELD)
+    t = tl.arange(0, PAIRS)
+    ss = tl.arange(0, SLOTS)
+    part_of, pair_of, held, _begin, end = slot_places(s, decay, line, first, high, PARTS, WINDOW, PART)
+    to_part, to_pair, to_held, begin, _end = slot_places(ss, decay, line, first, high, PARTS, WINDOW, PART)
+    dtype = wrote.dtype.element_ty
+    room: tl.constexpr = PARTS * HELD
+    z = _slot_tile(wrote, shelf, s, cv, room, V)
+    f = _slot_tile(df, shelf, s, cv, room, V)
+    written = tl.sum(z.to(tl.float32) * _slot_tile(outer, shelf, s, cv, room, V).to(tl.float32), axis=1)
+    passes = tl.sum(tl.where(part_of[None, :] < u[:, None], written[None, :], 0.0), axis=1)
+    taken = tl.sum(f.to(tl.float32) * _slot_tile(begun, shelf, s, cv, room, V).to(tl.float32), axis=1)
+    passes += tl.sum(tl.where(part_of[None, :] > u[:, None], taken[None, :], 0.0), axis=1)
+    # To the reads of later tokens.
+    later = (t // PART)[:, None] > part_of[None, :]
+    keep = later & ((t < TOKENS) & (t < high))[:, None] & held[None, :]
+    power = g_read[:, None] - end[None, :]
+    dp = tl.dot(do, tl.trans(z), input_precision=DOT)
+    at = number * (PAIRS * SLOTS) + t[:, None] * SLOTS + s[None, :]
+    _add_tile(d_reads, at, dp * fade(keep, power), (t >= 0)[:, None] & (s >= 0)[None, :], more)
+    flow = dp * _meet(seen, t, pair_of, keep, power, PAIRS)
+    pulls = tl.sum(flow, axis=1)
+    past = tl.dot(tl.where((t // PART)[None, :] > u[:, None], 1.0, 0.0), flow, input_precision=DOT)
+    passes += tl.sum(tl.where(part_of[None, :] < u[:, None], past, 0.0), axis=1)
+    # To the predictions of later parts.
+    keep = (to_part[None, :] > part_of[:, None]) & to_held[None, :] & held[:, None]
+    power = begin[None, :] - end[:, None]
+    dg = tl.dot(z, tl.trans(_slot_tile(df, shelf, ss, cv, room, V)), input_precision=DOT)
+    at = number * (SLOTS * SLOTS) + s[:, None] * SLOTS + ss[None, :]
+    _add_tile(d_gram, at, dg * fade(keep, power), (s >= 0)[:, None] & (ss >= 0)[None, :], more)
+    flow = dg * _meet(matrix, pair_of, to_pair, keep, power, PAIRS)
+    past = tl.dot(tl.where(part_of[None, :] < u[:, None], 1.0, 0.0), flow, input_precision=DOT)
+    passes += tl.sum(tl.where(to_part[None, :] > u[:, None], past, 0.0), axis=1)
+    # Within each part.
+    i, _source, pair = _slot_pairs(has_key, unmasked, first, pair_of, held, low, high, n, WINDOW, SHIFT)
+    y = load_tile(v, first, i, h, cv, pair, H, V, BV).to(tl.float32)
+    w = _slot_tile(missed, shelf, s, cv, room, V)
+    f = (y - w.to(tl.float32)).to(dtype)
+    row = part_of * PART + s % HELD
+    mine = load_tile(d_o, first, row, h, cv, (s < room) & (s % HELD < PART) & (row < high), H, V, BV).to(dtype)
+    dz = _slot_tile(lead, shelf, s, cv, room, V)
+    at = (number * PARTS + part_of)[:, None] * (SIDES * SIDES) + (s % HELD)[:, None] * SIDES + (s % HELD)[None, :]
+    keep = (part_of[:, None] == part_of[None, :]) & (s < room)[:, None]
+    _add_tile(met, at, tl.dot(mine, tl.trans(w), input_precision=DOT), keep, more)
+    _add_tile(met, at + HELD, tl.dot(mine, tl.trans(f), input_precision=DOT), keep, more)
+    _add_tile(met, at + HELD * SIDES, tl.dot(dz, tl.trans(w), input_precision=DOT), keep, more)
+    _add_tile(met, at + HELD * SIDES + HELD, tl.dot(dz, tl.trans(f), input_precision=DOT), keep, more)
+    return pulls, passes
+
+
 @triton.jit(do_not_specialize=["base", "length", "chunks", "tokens"])
 def sweep(
     q, k, v, d_o, key0, has_key, unmasked, gram, reads, decay, states, d_states, read_part, write_part,
-    missed, wrote, begun, df, met, d_gram, d_reads, read, through,
+    missed, wrote, begun, outer, lead, df, met, d_gram, d_reads, read, through,
     base, cu, chunk_seq, chunk_start, length, chunks, tokens,
     H: tl.constexpr, KH: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     WINDOW: tl.constexpr, TOKENS: tl.constexpr, PAIRS: tl.constexpr, PART: tl.constexpr, SLOTS: tl.constexpr,
     SHIFT: tl.constexpr, BEFORE: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """One block of one head: z, df of slots; M of parts; dG, d(Q X^T) between parts; dO . reads; what passes parts."""
+    """One block of one head: z, df of slots; M of parts; dG, d(Q X^T) between parts; dO . reads; what passes parts.
+
+    begun, outer: what the state before the block, and the gradient of that after it, give each slot.
+    """
     PARTS: tl.constexpr = TOKENS // PART
     block = tl.program_id(0) + base
     h = tl.program_id(1)
@@ -133,118 +228,59 @@ def sweep(
     line = h.to(tl.int64) * tokens
     t = tl.arange(0, PAIRS)
     u = tl.arange(0, HELD)
-    uu = tl.arange(0, SIDES)
-    s = tl.arange(0, SLOTS)
     own = (t < TOKENS) & (t < high)
     ck = tl.arange(0, BK)
     dtype = write_part.dtype.element_ty
+    room: tl.constexpr = PARTS * HELD
     g_read = decay_before(decay, line, first, t, high) if BEFORE else decay_rows(decay, line, first, t, high)
     whole = tl.load(decay + line + first + tl.minimum(high, TOKENS) - 1)
-    part_of, pair_of, held, begin, _end = slot_places(decay, line, first, high, SLOTS, PARTS, WINDOW, PART)
-    # Of each part: what passes by it, from before it to after it.
     passes = tl.zeros([HELD], tl.float32)
     pulls = tl.zeros([PAIRS], tl.float32)
+    shelf = number * (room * V)
     for c in range(0, V, BV):
         cv = c + tl.arange(0, BV)
-        in_v = (cv < V)[None, :]
         at, keep = state_tile(ck, cv, K, V, BK, BV)
         S = tl.load(states + kept * (K * V) + at, mask=keep, other=0.0)
-        _forth(
-            k, v, key0, has_key, unmasked, matrix, decay, read_part, write_part, S, missed, wrote, begun, cv, ck,
-            first, low, high, n, kh, h, number, line, H, KH, K, V, BK, BV, WINDOW, TOKENS, PAIRS, PART, SLOTS, SHIFT,
-            DOT,
-        )  # fmt: skip
+        dS = tl.load(d_states + kept * (K * V) + at, mask=keep, other=0.0)
         do = load_tile(d_o, first, t, h, cv, own, H, V, BV)
         qt = load_tile(q, first, t, kh, ck, own, KH, K, BK)
-        dS = tl.load(d_states + kept * (K * V) + at, mask=keep, other=0.0)
+        passes += tl.sum(tl.sum(S.to(tl.float32) * dS.to(tl.float32), axis=1), axis=0) * tl.exp2(whole)
         pulled = tl.sum(tl.dot(qt, S, input_precision=DOT) * do.to(tl.float32), axis=1)
         pulled *= tl.exp2(tl.where(own, g_read, 0.0))
         pulls += pulled
-        passes += tl.sum(tl.sum(S.to(tl.float32) * dS.to(tl.float32), axis=1), axis=0) * tl.exp2(whole)
         passes += tl.sum(tl.where((t // PART)[None, :] > u[:, None], pulled[None, :], 0.0), axis=1)
         do = do.to(dtype)
-        shelf = number * (PARTS * HELD * V)
-        for back in range(PARTS):
-            part = PARTS - 1 - back
-            row = u + part * PART
-            in_row = (row < PAIRS)[:, None]
-            i, source, pair = _part_pairs(has_key, unmasked, first, part * PART, low, high, n, PART, WINDOW, SHIFT)
+        for half in range(SLOTS // 64):
+            s = tl.arange(0, 64) + half * 64
+            part_of, pair_of, held, begin, end = slot_places(s, decay, line, first, high, PARTS, WINDOW, PART)
+            i, source, pair = _slot_pairs(has_key, unmasked, first, pair_of, held, low, high, n, WINDOW, SHIFT)
             x = load_keys(k, key0, None, source, pair, first, i, low, n, kh, ck, KH, K, SHIFT, BK)
-            end = decay_rows(decay, line, first, part * PART + PART - 1, high)
-            after = held & (part_of > part)
-            dfs = tl.load(df + shelf + s[:, None] * V + cv[None, :], mask=after[:, None] & in_v, other=0.0)
-            meet_fade = fade(after, begin - end)
-            meet = tl.load(matrix + row[:, None] * PAIRS + pair_of[None, :], mask=in_row & after[None, :], other=0.0)
-            meet *= meet_fade[None, :]
-            later = own & (t >= part * PART + PART)
-            seen_fade = fade(later, g_read - end)
-            sees = tl.load(seen + t[None, :] * PAIRS + row[:, None], mask=in_row & later[None, :], other=0.0)
-            sees *= seen_fade[None, :]
-            lead = tl.dot(x, dS, input_precision=DOT) * tl.exp2(whole - end)
-            at_slot = shelf + (u + part * HELD)[:, None] * V + cv[None, :]
-            z = tl.load(wrote + at_slot, mask=in_v & (u >= 0)[:, None], other=0.0)
-            # What the part wrote, and the state brought to its end.
-            outside = tl.sum(tl.sum(lead * z.to(tl.float32), axis=1), axis=0)
-            passes += tl.where(u > part, outside, 0.0)
-            dz = tl.dot(sees.to(dtype), do, acc=lead, input_precision=DOT)
-            dz = tl.dot(meet.to(dtype), dfs, acc=dz, input_precision=DOT).to(dtype)
-            mine = load_tile(d_o, first, row, h, cv, (u < PART) & (row < high), H, V, BV).to(dtype)
-            place = number * PARTS + part
-            dw = tl.dot(load_part(read_part, place, 0, True), mine, input_precision=DOT)
-            dw = tl.dot(load_part(write_part, place, 0, True), dz, acc=dw, input_precision=DOT)
-            f = tl.dot(load_part(read_part, place, 1, True), mine, input_precision=DOT)
-            f = tl.dot(load_part(write_part, place, 1, True), dz, acc=f, input_precision=DOT) - dw
-            tl.store(df + at_slot, f.to(dtype), mask=in_v & (u >= 0)[:, None])
-            begun_f = tl.load(begun + at_slot, mask=in_v & (u >= 0)[:, None], other=0.0).to(tl.float32)
-            passes += tl.where(u < part, tl.sum(tl.sum(f * begun_f, axis=1), axis=0), 0.0)
-            # [w; f] as one operand
-            ii, _source, twice = _both_pairs(has_key, unmasked, first, part * PART, low, high, n, PART, WINDOW, SHIFT)
-            y = load_tile(v, first, ii, h, cv, twice, H, V, BV).to(tl.float32)
-            w = tl.load(missed + shelf + (uu % HELD + part * HELD)[:, None] * V + cv[None, :],
-                        mask=in_v & (uu >= 0)[:, None], other=0.0).to(tl.float32)  # fmt: skip
-            both = tl.where((uu < HELD)[:, None], w, y - w).to(dtype)
-            at_met = place * (SIDES * SIDES) + u[:, None] * SIDES + uu[None, :]
-            in_met = (u >= 0)[:, None] & (uu >= 0)[None, :]
-            _add_tile(met, at_met, tl.dot(mine, tl.trans(both), input_precision=DOT), in_met, c > 0)
-            _add_tile(met, at_met + HELD * SIDES, tl.dot(dz, tl.trans(both), input_precision=DOT), in_met, c > 0)
-            dg = tl.dot(z, tl.trans(dfs), input_precision=DOT)
-            dp = tl.dot(z, tl.trans(do), input_precision=DOT)
-            by_slot = tl.sum(meet * dg, axis=0)
-            by_token = tl.sum(sees * dp, axis=0)
-            pulls += by_token
-            over = tl.sum(tl.where(part_of[None, :] > u[:, None], by_slot[None, :], 0.0), axis=1)
-            over += tl.sum(tl.where((t // PART)[None, :] > u[:, None], by_token[None, :], 0.0), axis=1)
-            passes += tl.where(u > part, over, 0.0)
-            at_row = place * HELD + u[:, None]
-            _add_tile(
-                d_gram,
-                at_row * SLOTS + s[None, :],
-                dg * meet_fade[None, :],
-                (u >= 0)[:, None] & (s >= 0)[None, :],
-                c > 0,
-            )
-            _add_tile(
-                d_reads,
-                at_row * PAIRS + t[None, :],
-                dp * seen_fade[None, :],
-                (u >= 0)[:, None] & (t >= 0)[None, :],
-                c > 0,
-            )
-            tl.debug_barrier()
+            y = load_tile(v, first, i, h, cv, pair, H, V, BV).to(tl.float32)
+            f = tl.dot(x, S, input_precision=DOT) * tl.exp2(begin)[:, None]
+            _keep_slots(begun, shelf, f, s, cv, room, V)
+            _keep_slots(missed, shelf, y - f, s, cv, room, V)
+            dz = tl.dot(x, dS, input_precision=DOT) * tl.exp2(whole - end)[:, None]
+            _keep_slots(outer, shelf, dz, s, cv, room, V)
+            later = own[:, None] & held[None, :] & ((t // PART)[:, None] > part_of[None, :])
+            sees = _meet(seen, t, pair_of, later, g_read[:, None] - end[None, :], PAIRS).to(dtype)
+            dz = tl.dot(tl.trans(sees), do, acc=dz, input_precision=DOT)
+            _keep_slots(lead, shelf, dz, s, cv, room, V)
+        tl.debug_barrier()
+        _walk_parts(
+            v, d_o, has_key, unmasked, matrix, decay, read_part, write_part, missed, wrote, lead, df, shelf, cv, first,
+            low, high, n, h, number, line, H, V, BV, WINDOW, TOKENS, PAIRS, PART, SLOTS, SHIFT, DOT,
+        )  # fmt: skip
+        for half in range(SLOTS // 64):
+            to_reads, past = _between(
+                v, d_o, has_key, unmasked, matrix, seen, decay, g_read, missed, wrote, begun, outer, lead, df, met,
+                d_gram, d_reads, do, tl.arange(0, 64) + half * 64, shelf, cv, first, low, high, n, h, number, line,
+                c > 0, H, V, BV, WINDOW, TOKENS, PAIRS, PART, SLOTS, SHIFT, DOT,
+            )  # fmt: skip
+            pulls += to_reads
+            passes += past
+        tl.debug_barrier()
     tl.store(read + line + first + t, pulls, mask=own)
     tl.store(through + number * HELD + u, passes)
-
-
-@triton.jit
-def _both_pairs(
-    has_key, unmasked, first, start, low, high, n, PART: tl.constexpr, WINDOW: tl.constexpr, SHIFT: tl.constexpr
-):
-    """As `_part_pairs`, twice."""
-    p = tl.arange(0, SIDES) % HELD
-    i = start + p - (WINDOW - 1)
-    source, live = source_rows(None, first, i, low, high, SHIFT)
-    pair = has_pair(unmasked, has_key, first, i, source, live & (p < PART + WINDOW - 1), low, n)
-    return i, source, pair
 
 
 @triton.jit(do_not_specialize=["base", "length", "chunks", "tokens"])
@@ -286,39 +322,38 @@ def inside(
     w = tl.where(real, tl.load(weight + line + last), 0.0)
     to_end = tl.exp2(g_end - g_row)
     from_start = tl.exp2(g_miss - g_begin)
-    at_met = met + number * (SIDES * SIDES)
-    pulled = tl.load(at_met + u[:, None] * SIDES + uu[None, :])
-    led = tl.load(at_met + (u + HELD)[:, None] * SIDES + uu[None, :])
-    in_row = real[None, :] & (uu >= 0)[:, None]
-    b = tl.load(rows + (number * ROWS + row)[None, :] * SIDES + uu[:, None], mask=in_row, other=0.0).to(tl.float32)
-    in_row = real[:, None] & (u >= 0)[None, :]
-    at_rows = rows_back + (number * ROWS + row)[:, None] * SIDES + u[None, :]
-    h_o = tl.load(at_rows, mask=in_row, other=0.0).to(tl.float32)
-    h_z = tl.load(at_rows + HELD, mask=in_row, other=0.0).to(tl.float32)
-    dor = tl.dot(pulled, b, input_precision=DOT)
-    dzr = tl.dot(led, b, input_precision=DOT)
-    hr = tl.dot(h_z, dzr, acc=tl.dot(h_o, dor, input_precision=DOT), input_precision=DOT)
-    hf = tl.dot(h_o, tl.load(at_met + u[:, None] * SIDES + (u + HELD)[None, :]), input_precision=DOT)
-    hf = tl.dot(h_z, tl.load(at_met + (u + HELD)[:, None] * SIDES + (u + HELD)[None, :]), acc=hf, input_precision=DOT)
+    dtype = rows.dtype.element_ty
+    product = met + number * (SIDES * SIDES)
+    at_rows = (number * ROWS + row)[:, None] * SIDES + uu[None, :]
+    in_rows = real[:, None] & (uu >= 0)[None, :]
+    b = tl.load(rows + at_rows, mask=in_rows, other=0.0).to(tl.float32)
+    lead = tl.load(rows_back + at_rows, mask=in_rows, other=0.0).to(tl.float32)
+    lead = tl.dot(lead, tl.load(product + uu[:, None] * SIDES + uu[None, :]), input_precision=DOT)
+    dor = tl.dot(tl.load(product + u[:, None] * SIDES + uu[None, :]), tl.trans(b), input_precision=DOT)
+    missed = tl.sum(tl.where((place + HELD)[:, None] == uu[None, :], lead, 0.0), axis=1)
+    led = tl.load(product + (place + HELD)[:, None] * SIDES + uu[None, :], mask=in_rows, other=0.0)
+    written = tl.sum(led * b, axis=1)
+    d_w = tl.sum(lead * b, axis=1)
+    hr = tl.dot((lead * -w[:, None]).to(dtype), tl.trans((b * w[:, None]).to(dtype)), input_precision=DOT)
     is_pair = place[:, None] == u[None, :]
     pair_is = u[:, None] == place[None, :]
-    missed = tl.sum(tl.where(is_pair, hf, 0.0), axis=1)
-    written = tl.sum(tl.where(pair_is, dzr, 0.0), axis=0)
+    fold = tl.where(is_pair, 1.0, 0.0).to(dtype)
+    fold_flip = tl.where(pair_is, 1.0, 0.0).to(dtype)
     # How each later token or row sees the write of an earlier row.
     sees = u[:, None] > tok[None, :] if BEFORE else u[:, None] >= tok[None, :]
     dor *= fade(sees & own[:, None] & real[None, :], g_read[:, None] - g_row[None, :]) * w[None, :]
-    d_w = tl.sum(tl.where(row[:, None] == row[None, :], hr, 0.0), axis=0)
-    earlier = (tok[:, None] > tok[None, :]) & real[:, None]
-    dgr = hr * -fade(earlier, g_miss[:, None] - g_row[None, :]) * w[:, None] * w[None, :]
+    # Rows that are none have no products.
+    dgr = tl.where(tok[:, None] > tok[None, :], hr * tl.exp2(g_miss[:, None] - g_row[None, :]), 0.0)
     met_q = tl.load(reads + corner + u[:, None] * PAIRS + place[None, :], mask=own[:, None] & real[None, :], other=0.0)
-    met_x = tl.load(gram + corner + place[:, None] * PAIRS + place[None, :], mask=real[:, None] & real[None, :],
-                    other=0.0)  # fmt: skip
+    met_x = tl.load(gram + corner + u[:, None] * PAIRS + u[None, :]).to(dtype)
+    met_x = tl.dot(fold, met_x, input_precision=DOT).to(dtype)
+    met_x = tl.dot(met_x, fold_flip, input_precision=DOT)
     # A log-decay of token t is felt by every row of s < t at the rows of later tokens and at the reads from t on.
     since = u[:, None] < u[None, :] if BEFORE else u[:, None] <= u[None, :]
     behind = tok[None, :] < u[:, None]
     ahead = tok[None, :] > u[:, None]
     felt = tl.dot(tl.where(since, 1.0, 0.0), met_q * dor, input_precision=DOT)
-    felt = tl.dot(tl.where(ahead, 1.0, 0.0), met_x * dgr, acc=felt, input_precision=DOT)
+    felt = tl.dot(tl.where(ahead, 1.0, 0.0).to(dtype), (met_x * dgr).to(dtype), acc=felt, input_precision=DOT)
     felt = tl.where(behind, felt + (w * to_end * written)[None, :], 0.0)
     felt -= tl.where(ahead, (w * from_start * missed)[None, :], 0.0)
     d_log = tl.sum(felt, axis=1) + tl.load(through + number // PARTS * HELD + part)
@@ -337,24 +372,24 @@ def inside(
     )
     store_head(d_beta, d_gain, first, u, h, H, own)
     store_head(d_lam, d_ridge, first, u, h, H, own)
-    if not DIRECT:
-        d_mu = tl.sum(tl.where(tok[:, None] == u[None, :], (d_energy / count)[None, :], 0.0), axis=1)
-        entry = tl.load(facts + shelf + (VECTOR + row % WINDOW) * tokens + tok, mask=real, other=0.0)
-        same = (tok[:, None] == tok[None, :]) & real[:, None]
-        dgr += tl.where(same, (d_mu * entry)[:, None] * entry[None, :], 0.0)
     # Rows of one pair added up.
-    fold = tl.where(is_pair, 1.0, 0.0)
-    slot = number * HELD
-    folded = tl.dot(dor, fold, input_precision=DOT)
-    keep = (u < PART)[:, None] & (u >= 0)[None, :]
-    tl.store(
-        d_reads + (slot + u)[None, :] * PAIRS + (u + part * PART)[:, None],
-        folded.to(d_reads.dtype.element_ty),
-        mask=keep,
-    )
-    half = tl.dot(tl.where(pair_is, 1.0, 0.0), dgr, input_precision=DOT)
-    folded = tl.dot(half, fold, input_precision=DOT)
-    tl.store(d_gram + (slot + u)[:, None] * SLOTS + (u + part * HELD)[None, :], folded.to(d_gram.dtype.element_ty))
+    folded = tl.dot(dor.to(dtype), fold, input_precision=DOT)
+    block = number // PARTS
+    at = block * (PAIRS * SLOTS) + (u + part * PART)[:, None] * SLOTS + (u + part * HELD)[None, :]
+    tl.store(d_reads + at, folded.to(d_reads.dtype.element_ty), mask=(u < PART)[:, None] & (u >= 0)[None, :])
+    half = tl.dot(fold_flip, dgr.to(dtype), input_precision=DOT)
+    folded = tl.dot(half.to(dtype), fold, input_precision=DOT)
+    if not DIRECT:
+        d_mu = d_energy / count
+        ahead_by = u[:, None] - u[None, :]
+        entry = facts + shelf + VECTOR * tokens
+        keep = (ahead_by >= 0) & (ahead_by < WINDOW) & own[None, :]
+        by_pair = tl.load(entry + ahead_by * tokens + u[None, :], mask=keep, other=0.0) * d_mu[None, :]
+        keep = (ahead_by <= 0) & (ahead_by > -WINDOW) & own[:, None]
+        by_token = tl.load(entry - ahead_by * tokens + u[:, None], mask=keep, other=0.0)
+        folded = tl.dot(by_pair, by_token, acc=folded, input_precision=DOT)
+    at = block * (SLOTS * SLOTS) + (u + part * HELD)[:, None] * SLOTS + (u + part * HELD)[None, :]
+    tl.store(d_gram + at, folded.to(d_gram.dtype.element_ty))
 
 
 @triton.jit
@@ -411,26 +446,23 @@ def finish(
     dtype = k.dtype.element_ty
     pairs_of = _pairs_of(t, s, PARTS, WINDOW, PART).to(dtype)
     slots_of = _slots_of(t, s, PARTS, WINDOW, PART).to(dtype)
-    square = number * (PARTS * HELD)
-    in_slot = s < PARTS * HELD
-    at = square * SLOTS
-    twice = in_slot[:, None] & in_slot[None, :]
-    dg = tl.load(d_gram + at + s[:, None] * SLOTS + s[None, :], mask=twice, other=0.0).to(tl.float32)
-    dg += tl.load(d_gram + at + s[None, :] * SLOTS + s[:, None], mask=twice, other=0.0).to(tl.float32)
+    at = number * (SLOTS * SLOTS)
+    dg = tl.load(d_gram + at + s[:, None] * SLOTS + s[None, :]).to(tl.float32)
+    dg += tl.load(d_gram + at + s[None, :] * SLOTS + s[:, None]).to(tl.float32)
     dg = tl.dot(slots_of, dg.to(dtype), input_precision=DOT)
     dg = tl.dot(dg.to(dtype), pairs_of, input_precision=DOT).to(dtype)
-    at = square * PAIRS
-    flip = tl.load(d_reads + at + s[:, None] * PAIRS + t[None, :], mask=in_slot[:, None] & (t >= 0)[None, :], other=0.0)
-    dp_flip = tl.dot(slots_of, flip.to(dtype), input_precision=DOT).to(dtype)
-    flip = tl.load(d_reads + at + s[None, :] * PAIRS + t[:, None], mask=in_slot[None, :] & (t >= 0)[:, None], other=0.0)
-    dp = tl.dot(flip.to(dtype), pairs_of, input_precision=DOT).to(dtype)
+    at = number * (PAIRS * SLOTS)
+    dp = tl.load(d_reads + at + t[:, None] * SLOTS + s[None, :]).to(dtype)
+    dp = tl.dot(dp, pairs_of, input_precision=DOT).to(dtype)
+    dp_flip = tl.load(d_reads + at + t[None, :] * SLOTS + s[:, None]).to(dtype)
+    dp_flip = tl.dot(slots_of, dp_flip, input_precision=DOT).to(dtype)
     decayed = tl.exp2(tl.where(own, g_read, 0.0))
     late, in_late, early, in_early = pair_slots(t, PARTS, WINDOW, PART)
     late_end = fade(in_late, whole - decay_rows(decay, line, first, late // HELD * PART + PART - 1, high))
     early_end = fade(in_early, whole - decay_rows(decay, line, first, early // HELD * PART + PART - 1, high))
     late_begin = fade(in_late, decay_before(decay, line, first, late // HELD * PART, high))
     early_begin = fade(in_early, decay_before(decay, line, first, early // HELD * PART, high))
-    shelf = square * V
+    shelf = number * (PARTS * HELD * V)
     for start in range(0, K, BK):
         ck = start + tl.arange(0, BK)
         x = load_keys(k, key0, None, source, pair, first, i, low, n, kh, ck, KH, K, SHIFT, BK)

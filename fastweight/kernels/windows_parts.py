@@ -243,11 +243,8 @@ def load_part(pointer, number, SIDE: tl.constexpr, FLIP: tl.constexpr):
 
 
 @triton.jit
-def slot_places(
-    decay, line, first, high, SLOTS: tl.constexpr, PARTS: tl.constexpr, WINDOW: tl.constexpr, PART: tl.constexpr
-):
+def slot_places(s, decay, line, first, high, PARTS: tl.constexpr, WINDOW: tl.constexpr, PART: tl.constexpr):
     """Slot s is pair s % 16 of part s // 16: its part, its pair in the block, if any, decays at the part's ends."""
-    s = tl.arange(0, SLOTS)
     part = s // HELD
     held = (part < PARTS) & (s % HELD < PART + WINDOW - 1)
     begin = decay_before(decay, line, first, part * PART, high)
@@ -286,7 +283,7 @@ def join(
     u = tl.arange(0, HELD)
     s = tl.arange(0, SLOTS)
     c = tl.program_id(2) * BC + tl.arange(0, BC)
-    part_of, pair_of, held, _begin, end = slot_places(decay, line, first, high, SLOTS, PARTS, WINDOW, PART)
+    part_of, pair_of, held, _begin, end = slot_places(s, decay, line, first, high, PARTS, WINDOW, PART)
     dtype = write_map.dtype.element_ty
     shelf = slots + number * (PARTS * HELD * 2 * PAIRS)
     for part in range(PARTS):
