@@ -71,6 +71,12 @@ def _ones(KIND: gl.constexpr, dtype: gl.constexpr, L: gl.constexpr):
 
 
 @gluon.jit
+def _first_piece(numbers):
+    """The first 8 bits of float32 numbers, cut off, which is a bfloat16 as it stands."""
+    return (numbers.to(gl.int32, bitcast=True) & -65536).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
 def _later(L: gl.constexpr):
     """Row minus column of [64, 64]."""
     return rows(L)[:, None] - gl.arange(0, 64, gl.SliceLayout(0, L))[None, :]
@@ -133,7 +139,7 @@ def backward_token(
     s_stage = gl.allocate_shared_memory(gl.bfloat16, [64, D], SHARED)
     s_in = gl.allocate_shared_memory(dtype, [2 * PARTS, 64, 64], SHARED)  # columns of q, then of x
     s_scores = gl.allocate_shared_memory(dtype, [2, 64, 64], SHARED)
-    s_few = gl.allocate_shared_memory(gl.bfloat16, [16, D], SHARED)
+    s_few = gl.allocate_shared_memory(gl.bfloat16, [2, 16, D], SHARED)
     s_states = gl.allocate_shared_memory(dtype, [2 * PARTS, 64, D], SHARED)  # rows of a state, then of its gradient
 
     i = rows(TILE)
@@ -205,7 +211,11 @@ def backward_token(
         both = s_states.index(part).load(TILE).to(gl.float32) * s_states.index(PARTS + part).load(TILE).to(gl.float32)
         few += gl.sum(gl.reshape(both, [4, 16, D]), axis=0)
     to_end = gl.load(kept + at_chunk * D + gl.arange(0, D, gl.SliceLayout(0, few.type.layout)))
-    s_few.store((few * to_end[None, :]).to(gl.bfloat16))
+    few *= to_end[None, :]
+    if dtype == gl.float16:
+        s_few.index(1).store((few - _first_piece(few)).to(gl.bfloat16))
+        few = _first_piece(few)
+    s_few.index(0).store(few.to(gl.bfloat16))
     _shown()
 
     reads = _fresh(s_scores.index(nil()), s_m, WIDE)
@@ -228,26 +238,38 @@ def backward_token(
         terms = own - inner * m
     else:
         terms += own - inner * m
-    # What crosses a token to behind the chunk: nothing of it cancels, and 8 bits are enough.
+    # What crosses a token to behind the chunk: nothing of it cancels, and 8 bits are enough for bfloat16.
     s_other = s_scores._reinterpret(gl.bfloat16, [64, D], SHARED)
     to_end = gl.load(kept + at_chunk * D + gl.arange(0, D, along))[None, :]
-    s_other.store((behind * m * to_end).to(gl.bfloat16))
-    piece = terms.to(gl.bfloat16)
-    s_stage.store(piece)
-    terms -= piece.to(gl.float32)
+    behind *= m * to_end
+    rest = behind
+    if dtype == gl.float16:
+        behind = _first_piece(behind)
+    s_other.store(behind.to(gl.bfloat16))
+    piece = _first_piece(terms)
+    s_stage.store(piece.to(gl.bfloat16))
+    terms -= piece
     _shown()
     d_log = _fresh(_ones(1, gl.bfloat16, LEFT), s_other, WIDE)
     d_log = warpgroup_mma(_ones(2, gl.bfloat16, LEFT), s_stage, d_log, is_async=True)
-    d_log = warpgroup_mma(gl.full([64, 16], 1.0, gl.bfloat16, LEFT), s_few, d_log, is_async=True)
+    d_log = warpgroup_mma(gl.full([64, 16], 1.0, gl.bfloat16, LEFT), s_few.index(0), d_log, is_async=True)
+    if dtype == gl.float16:
+        d_log = warpgroup_mma(gl.full([64, 16], 1.0, gl.bfloat16, LEFT), s_few.index(1), d_log, is_async=True)
     d_log = warpgroup_mma_wait(0, deps=(d_log,))
     gl.thread_barrier()
-    piece = terms.to(gl.bfloat16)
-    s_other.store(piece)
-    s_stage.store((terms - piece.to(gl.float32)).to(gl.bfloat16))
+    piece = _first_piece(terms)
+    s_other.store(piece.to(gl.bfloat16))
+    s_stage.store((terms - piece).to(gl.bfloat16))
     _shown()
     d_log = warpgroup_mma(_ones(2, gl.bfloat16, LEFT), s_other, d_log, is_async=True)
     d_log = warpgroup_mma(_ones(2, gl.bfloat16, LEFT), s_stage, d_log, is_async=True)
     d_log = warpgroup_mma_wait(0, deps=(d_log,))
+    if dtype == gl.float16:
+        gl.thread_barrier()
+        s_other.store((rest - behind).to(gl.bfloat16))
+        _shown()
+        d_log = warpgroup_mma(_ones(1, gl.bfloat16, LEFT), s_other, d_log, is_async=True)
+        d_log = warpgroup_mma_wait(0, deps=(d_log,))
     d_log -= own
 
     share = gl.zeros([64], gl.float32, gl.SliceLayout(1, WIDE))

@@ -123,7 +123,7 @@ def backward(plan, d_o, d_state1, q, k, v, beta, lam, key0, has_key, mask, cu_se
     d_end = None if d_state1 is None else d_state1.contiguous()
     wild = None
     if where.slots and H and fits_hopper(given, d_o, states):
-        wild = _backward_mild(plan, where, given, d_o, d_end, saved, out)
+        wild = backward_mild(plan, where, given, d_o, d_end, saved, out)
     couplings = couple(plan, given, cu_seqlens, None, back=True, wild=wild, leads=where.chunk_start)
     common = (given.q, given.k, d_o, given.beta, given.lam, *given[5:], couplings, energies)
     if where.sequences and H and wild is None:
@@ -132,7 +132,7 @@ def backward(plan, d_o, d_state1, q, k, v, beta, lam, key0, has_key, mask, cu_se
             *common, d_end, out.states, out.state0, *Walk(where, 1, 2**30).arguments, *steps, **named,
         )  # fmt: skip
     if where.slots and H:
-        _backward_chunk(where, given, common, (residual, states), out, wild, blocks, steps, named)
+        backward_chunk(where, given, common, (residual, states), out, wild, blocks, steps, named)
     return out.result()
 
 
@@ -142,7 +142,7 @@ def state_rows(states: Tensor) -> Any:
     return descriptor(states, [states.numel() // V, V], [V, 1], [64, V])
 
 
-def _backward_mild(plan, where, given, d_o, d_end, saved, out: Gradients) -> Tensor:
+def backward_mild(plan, where, given, d_o, d_end, saved, out: Gradients) -> Tensor:
     """On Hopper: the gradients of all states, and all others of the chunks that do not forget much; which ones do."""
     from fastweight.kernels import hopper_solve_columns, hopper_solve_columns_gradient
 
@@ -164,7 +164,7 @@ def _backward_mild(plan, where, given, d_o, d_end, saved, out: Gradients) -> Ten
     return wild
 
 
-def _backward_chunk(where, given, common, saved, out: Gradients, wild, blocks: int, steps, named) -> None:
+def backward_chunk(where, given, common, saved, out: Gradients, wild, blocks: int, steps, named) -> None:
     """The same for all chunks, or those of `wild`; what each block of columns gives is summed here."""
     tasks = where.slots * given.v.shape[2] * blocks
     programs = min(tasks, FEW_PROGRAMS * 256 // named["BV"])
