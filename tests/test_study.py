@@ -166,6 +166,8 @@ def test_a_study_runs_side_by_side_and_is_not_run_twice(tmp_path, monkeypatch):
     assert isinstance(before[0], Outcome)
     assert before[0].sizes == [4, 8]
     assert run_study(study, out, workers=1, budget=0.0) == before
+    assert run_main(monkeypatch, *words[:3], str(tmp_path / "none"), "--budget", "0") == 1  # nothing to report
+    assert not (tmp_path / "none").exists()
     (member_dir(out, "mamba2", 0) / "outcome.json").unlink()
     assert run_study(study, out, workers=1, budget=0.0) == before[:1]  # no time: nothing is trained
     report = tmp_path / "report"
@@ -248,7 +250,7 @@ def test_a_study_that_is_stopped_reports_what_is_done(tmp_path, monkeypatch):
     assert "1 of 2 runs have no outcome" in (out / "README.md").read_text()
 
 
-def test_studies_share_processes_and_what_they_have_in_common(tmp_path, monkeypatch):
+def test_studies_share_processes_and_what_they_have_in_common(tmp_path, monkeypatch, capfd):
     """A member of two studies is trained once, for the first, and both report it under their own names."""
     plans = []
     for name, arms in (("one", ARMS), ("two", {"memory": ARMS["falcon-1"], "other": ["model.mixer=retnet"]})):
@@ -276,6 +278,7 @@ def test_studies_share_processes_and_what_they_have_in_common(tmp_path, monkeypa
         assert run_main(monkeypatch, "study", str(plans[0]), str(plans[0])) == 2
     finally:
         signal.signal(signal.SIGTERM, before)
+    assert "two: other seed 0: done" in capfd.readouterr().err
     told = json.loads((tmp_path / "report" / "two" / "study.json").read_text())
     assert [o["arm"] for o in told["outcomes"]] == ["memory", "other"]
     assert (tmp_path / "out" / "two" / "memory" / "seed-0" / "outcome.json").is_file()

@@ -132,7 +132,9 @@ def study(
     done = run_studies(jobs, workers=workers or os.cpu_count() or 1, budget=budget, say=say)
     for job, known_by, outcomes in zip(jobs, made, done, strict=True):
         here = [] if known_by and budget == 0 else [made_by(_command(), on_cpu(job.study))]
-        if outcomes or len(jobs) == 1:
+        if not outcomes:
+            say(f"{job.study.name}: nothing is done yet")
+        else:
             where = _place(report, job.study.name, len(jobs)) or job.out
             _tell(write_study(job.study, outcomes, where, [*known_by, *here]))
     if any(len(outcomes) < len(job.study.members()) for job, outcomes in zip(jobs, done, strict=True)):

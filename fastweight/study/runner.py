@@ -89,7 +89,8 @@ def run_studies(
         gpus = [NO_GPU] if all(on_cpu(job.study) for job in jobs) else visible_gpus()
         end = None if budget is None else start + budget
         try:
-            _follow(run_pieces(pieces, _member, workers, end, gpus, kind=_arm), len(pieces), start, say)
+            ends = run_pieces(pieces, _member, workers, end, gpus, kind=_arm)
+            _follow(ends, len(pieces), start, say, {} if len(jobs) == 1 else _names(jobs))
         except KeyboardInterrupt:
             say("Stopped; what is done is kept, and the same command goes on.")
         _share(places)
@@ -167,14 +168,21 @@ def _check(scoring: Scoring, run: Run) -> None:
         raise ValueError(f"texts: got the name {VALIDATION}, expected another: it is that of the data's own split")
 
 
-def _follow(ends: Iterable[tuple[tuple, str]], total: int, start: float, say: Say) -> None:
+def _names(jobs: Sequence[Job]) -> dict[Path, str]:
+    """Studies by the directories of their members."""
+    return {member_dir(job.out, *member): f"{job.study.name}: " for job in jobs for member in job.study.members()}
+
+
+def _follow(ends: Iterable[tuple[tuple, str]], total: int, start: float, say: Say, names: Mapping[Path, str]) -> None:
     """Tell what is done, at which rate, and how long the rest takes, until all is done or the time is over."""
     done = 0
-    for (_, _, arm, seed, _), told in ends:
+    for (_, place, arm, seed, _), told in ends:
         done += 1
         passed = time.monotonic() - start
         left = passed / done * (total - done)
-        say(f"{done}/{total} {arm} seed {seed}: {told}  ({passed:.0f} s, about {left:.0f} s left)")
+        say(
+            f"{done}/{total} {names.get(place, '')}{arm} seed {seed}: {told}  ({passed:.0f} s, about {left:.0f} s left)"
+        )
     if done < total:
         say(f"The time is over; {total - done} of {total} are left.")
 
