@@ -5,7 +5,8 @@ import torch
 
 from fastweight.kernels import launch, launch_hopper_additive, launch_hopper_columns, unproven
 from tests.kernel_harness import Case, case, check, make
-from tests.test_machine import machine  # noqa: F401
+from tests.machine import Hazard
+from tests.test_machine import KEEPS_APART, KERNELS, machine, taken  # noqa: F401
 
 pytest.importorskip("triton")
 
@@ -87,3 +88,23 @@ def test_strong_decays_in_pieces(monkeypatch, lost):
     monkeypatch.setattr("tests.kernel_harness.make", tame_beside_wild)
     check(STRONG, torch.bfloat16, "cpu")
     assert lost == [1, 1]
+
+
+BOTH = (KERNELS / "hopper_columns.py", KERNELS / "hopper_columns_backward.py")
+LEFT_OUT = [
+    (path, at)
+    for path in BOTH
+    for at, line in enumerate(path.read_text().splitlines())
+    if line.strip().startswith(KEEPS_APART)
+]
+
+
+@pytest.mark.parametrize(("path", "line"), LEFT_OUT, ids=lambda value: getattr(value, "stem", str(value)))
+def test_sees_what_is_left_out(path, line, monkeypatch, tmp_path):
+    """As in test_machine.py."""
+    lines = path.read_text().splitlines()
+    lines[line] = lines[line].replace(lines[line].strip(), "pass")
+    taken(path, "\n".join(lines), tmp_path, monkeypatch)
+    monkeypatch.setattr(launch_hopper_additive, "walk_of", lambda where, _: launch.Walk(where, 2, 3))
+    with pytest.raises(Hazard):
+        check(case("falcon-2a", shape=(1, 330, 1, 1, 64, 64), ridge=0.5), torch.bfloat16, "cpu")

@@ -32,6 +32,7 @@ from fastweight.kernels.tiles import (
 
 READ = tl.constexpr(6)  # numbers of A_read and A_rest among the matrices
 REST = tl.constexpr(7)
+MOST = tl.constexpr(256)
 
 
 @triton.jit
@@ -62,28 +63,23 @@ def _writes(
     return y, gain, eta, log_decay
 
 
-@triton.jit(do_not_specialize=["length", "chunks", "tokens"])
-def backward_columns(
-    q, k, v, d_o, beta, lam, key0, has_key, unmasked, previous, paths, flipped, energies, states, d_states,
-    d_v, d_beta, shares, d_scores, wild,
-    cu, chunk_seq, chunk_start, length, chunks, tokens, eps, floor,
+@triton.jit
+def is_any(wild, start, end):
+    """Whether one of these, MOST at most, is noted; looked at all at once, as few ever are."""
+    at = start + tl.arange(0, MOST)
+    return tl.max(tl.load(wild + at, mask=at < end, other=0), axis=0) != 0
+
+
+@triton.jit
+def _columns(
+    given, chunk, h, block, n, first, low, high,
     H: tl.constexpr, KH: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     SHIFT: tl.constexpr, SCALED: tl.constexpr, DIRECT: tl.constexpr, BEFORE: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """BV columns of one chunk of one head: gradients of values and beta; shares in those of lam, energy and scores.
-
-    shares [column blocks, lam or energy, H, tokens] in float32, d_scores [column blocks, chunks, H, 64, 64] mirrored.
-    wild [chunks, H]: where given, only the chunks noted there.
-    """
-    chunk = tl.program_id(0)
-    h = tl.program_id(1)
-    block = tl.program_id(2)
-    n, first, low, high = chunk_span(chunk, cu, chunk_seq, chunk_start, length, chunks, 64)
-    if n < 0:
-        return
-    if wild is not None:  # noqa: SIM102
-        if tl.load(wild + chunk.to(tl.int64) * H + h) == 0:
-            return
+    (
+        q, k, v, d_o, beta, lam, key0, has_key, unmasked, previous, paths, flipped, energies, states, d_states,
+        d_v, d_beta, shares, d_scores, tokens, slots, eps, floor,
+    ) = given  # fmt: skip
     kh = h // (H // KH)
     LOW: tl.constexpr = q.dtype.element_ty
     i = tl.arange(0, 64)
@@ -130,7 +126,7 @@ def backward_columns(
         d_u += tl.where(right, 0.0, fade) * r
         d_log = _back(flipped, level, m.to(tl.float32) * r, d_log, DOT)
         d_p += tl.where(meet, tl.dot(m, tl.trans(m), input_precision=DOT), 0.0)
-    at_scores = ((block * tl.num_programs(0) + chunk).to(tl.int64) * H + h) * 4096
+    at_scores = ((block * slots + chunk).to(tl.int64) * H + h) * 4096
     tl.store(d_scores + at_scores + i[:, None] * 64 + i[None, :], d_p.to(LOW))
     # Made again rather than held through the levels.
     y, gain, eta, log_decay = _writes(
@@ -147,23 +143,72 @@ def backward_columns(
     tl.store(shelf + plane, tl.sum(to_energy, axis=1), mask=live)
 
 
-@triton.jit(do_not_specialize=["length", "chunks", "tokens"])
-def backward_keys(
-    q, k, v, d_o, beta, lam, key0, has_key, unmasked, previous, paths, energies, states, d_states, shares, d_scores,
-    wild, d_q, d_k, d_lam, d_key0,
-    cu, chunk_seq, chunk_start, length, chunks, tokens, eps, floor,
+@triton.jit(do_not_specialize=["length", "chunks", "tokens", "slots", "each"])
+def backward_columns(
+    q, k, v, d_o, beta, lam, key0, has_key, unmasked, previous, paths, flipped, energies, states, d_states,
+    d_v, d_beta, shares, d_scores, wild,
+    cu, chunk_seq, chunk_start, length, chunks, tokens, slots, each, eps, floor,
+    H: tl.constexpr, KH: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    SHIFT: tl.constexpr, SCALED: tl.constexpr, DIRECT: tl.constexpr, BEFORE: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """BV columns of chunks: gradients of values and beta; shares in those of lam, energy and scores.
+
+    shares [column blocks, lam or energy, H, tokens] in float32, d_scores [column blocks, chunks, H, 64, 64] mirrored.
+    Each program looks at `each` pairs of a chunk and a head. wild [chunks, H]: where given, only those noted there.
+    """
+    block = tl.program_id(1)
+    given = (
+        q, k, v, d_o, beta, lam, key0, has_key, unmasked, previous, paths, flipped, energies, states, d_states,
+        d_v, d_beta, shares, d_scores, tokens, slots, eps, floor,
+    )  # fmt: skip
+    if wild is None:
+        at = tl.program_id(0)
+        n, first, low, high = chunk_span(at // H, cu, chunk_seq, chunk_start, length, chunks, 64)
+        if n < 0:
+            return
+        _columns(
+            given, at // H, at % H, block, n, first, low, high, H, KH, K, V, BK, BV, SHIFT, SCALED, DIRECT, BEFORE, DOT
+        )
+    else:
+        start = tl.program_id(0) * each
+        end = tl.minimum(start + each, slots * H)
+        if is_any(wild, start, end):
+            for at in range(start, end):
+                if tl.load(wild + at) != 0:
+                    n, first, low, high = chunk_span(at // H, cu, chunk_seq, chunk_start, length, chunks, 64)
+                    _columns(
+                        given,
+                        at // H,
+                        at % H,
+                        block,
+                        n,
+                        first,
+                        low,
+                        high,
+                        H,
+                        KH,
+                        K,
+                        V,
+                        BK,
+                        BV,
+                        SHIFT,
+                        SCALED,
+                        DIRECT,
+                        BEFORE,
+                        DOT,
+                    )
+
+
+@triton.jit
+def _keys(
+    given, chunk, h, n, first, low, high,
     H: tl.constexpr, KH: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     SHIFT: tl.constexpr, SCALED: tl.constexpr, DIRECT: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of one head, all of K: what all columns give queries, keys and lam. wild: as in backward_columns."""
-    chunk = tl.program_id(0)
-    h = tl.program_id(1)
-    n, first, low, high = chunk_span(chunk, cu, chunk_seq, chunk_start, length, chunks, 64)
-    if n < 0:
-        return
-    if wild is not None:  # noqa: SIM102
-        if tl.load(wild + chunk.to(tl.int64) * H + h) == 0:
-            return
+    (
+        q, k, v, d_o, beta, lam, key0, has_key, unmasked, previous, paths, energies, states, d_states, shares, d_scores,
+        d_q, d_k, d_lam, d_key0, tokens, slots, eps, floor,
+    ) = given  # fmt: skip
     kh = h // (H // KH)
     LOW: tl.constexpr = q.dtype.element_ty
     i = tl.arange(0, 64)
@@ -178,7 +223,7 @@ def backward_keys(
     d_energy = tl.zeros([64], tl.float32)
     plane = tokens.to(tl.int64) * H
     for block in range((V + BV - 1) // BV):
-        at_scores = ((block * tl.num_programs(0) + chunk).to(tl.int64) * H + h) * 4096
+        at_scores = ((block * slots + chunk).to(tl.int64) * H + h) * 4096
         d_p += tl.load(d_scores + at_scores + i[:, None] * 64 + i[None, :]).to(tl.float32)
         shelf = shares + 2 * block * plane + line + i
         d_ridge += tl.load(shelf, mask=live, other=0.0)
@@ -208,3 +253,32 @@ def backward_keys(
     store_tile(d_q, d_read, first, i, h, ck, live, H, K, BK)
     store_key_gradient(d_k, d_key0, d_x, previous, source, pair, first, i, low, high, n, h, ck,
                        H, K, SHIFT, BK)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["length", "chunks", "tokens", "slots", "each"])
+def backward_keys(
+    q, k, v, d_o, beta, lam, key0, has_key, unmasked, previous, paths, energies, states, d_states, shares, d_scores,
+    wild, d_q, d_k, d_lam, d_key0,
+    cu, chunk_seq, chunk_start, length, chunks, tokens, slots, each, eps, floor,
+    H: tl.constexpr, KH: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    SHIFT: tl.constexpr, SCALED: tl.constexpr, DIRECT: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """All of K of chunks: what all columns give queries, keys and lam. wild: as in backward_columns."""
+    given = (
+        q, k, v, d_o, beta, lam, key0, has_key, unmasked, previous, paths, energies, states, d_states, shares, d_scores,
+        d_q, d_k, d_lam, d_key0, tokens, slots, eps, floor,
+    )  # fmt: skip
+    if wild is None:
+        at = tl.program_id(0)
+        n, first, low, high = chunk_span(at // H, cu, chunk_seq, chunk_start, length, chunks, 64)
+        if n < 0:
+            return
+        _keys(given, at // H, at % H, n, first, low, high, H, KH, K, V, BK, BV, SHIFT, SCALED, DIRECT, DOT)
+    else:
+        start = tl.program_id(0) * each
+        end = tl.minimum(start + each, slots * H)
+        if is_any(wild, start, end):
+            for at in range(start, end):
+                if tl.load(wild + at) != 0:
+                    n, first, low, high = chunk_span(at // H, cu, chunk_seq, chunk_start, length, chunks, 64)
+                    _keys(given, at // H, at % H, n, first, low, high, H, KH, K, V, BK, BV, SHIFT, SCALED, DIRECT, DOT)

@@ -25,10 +25,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from fastweight.kernels.gates import load_head, step_gradient
-from fastweight.kernels.hopper_parts import nil
+from fastweight.kernels.hopper_parts import LINE, nil
 from fastweight.kernels.hopper_walk import fetch, keep_barriers, load_rates, rings_of, span, whose
 from fastweight.kernels.tiles import fade
 
+# Rows of what warps have summed up each for itself; those of the first two kinds are one a warp's rows.
+OF_STEPS = gl.constexpr(0)
+OF_DECAYS = gl.constexpr(4)
+OF_READS = gl.constexpr(8)
+OF_WRITES = gl.constexpr(10)
+OF_ENERGY = gl.constexpr(12)
+OF_STATES = gl.constexpr(14)
+SHARE = gl.constexpr(15)
 # Rows of the numbers of a chunk; cumulative decays are log2.
 STEP = gl.constexpr(0)
 DECAY = gl.constexpr(1)
@@ -56,6 +64,37 @@ def _across(numbers, at, WHICH: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
+def _by_warps(tile, WARPS: gl.constexpr):
+    """Sums of [64, 64] over the rows of each warp, [4, 64]; or of [64, K] over its columns, [WARPS, 64]."""
+    if WARPS == 4:
+        return gl.sum(gl.reshape(tile, [4, 16, 64]), axis=1)
+    else:
+        return gl.sum(gl.reshape(tile, [64, WARPS, tile.shape[1] // WARPS]), axis=2)
+
+
+@gluon.jit
+def _put(room, WHICH: gl.constexpr, sums):
+    """Keeps what `_by_warps` made."""
+    if sums.shape[1] == 64:
+        view = room._reinterpret(gl.float32, [8, 4, 64], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+        view.index(WHICH // 4).store(sums)
+    else:
+        WARPS: gl.constexpr = sums.shape[1]
+        view = room._reinterpret(gl.float32, [32 // WARPS, WARPS, 64], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+        view.index(WHICH // WARPS).permute((1, 0)).store(sums)
+
+
+@gluon.jit
+def _total(room, WHICH: gl.constexpr, COUNT: gl.constexpr, layout: gl.constexpr):
+    """What they add up to, once all warps have met."""
+    lines = room._reinterpret(gl.float32, [32, 64], LINE)
+    total = lines.index(WHICH).load(layout)
+    for warp in gl.static_range(1, COUNT):
+        total += lines.index(WHICH + warp).load(layout)
+    return total
+
+
+@gluon.jit
 def _apart(layout: gl.constexpr):
     """Row minus column of a tile [64, 64]; rows unknown to be the same in every chunk, as in hopper_parts.py."""
     i = gl.inline_asm_elementwise(
@@ -73,19 +112,29 @@ def _state_offsets(seg, h, H: gl.constexpr, K: gl.constexpr, V: gl.constexpr, la
 
 
 @gluon.jit
+def _load_gates(beta, lam, at, i, high, first, h, H: gl.constexpr, SHIFT: gl.constexpr, RAW: gl.constexpr):
+    """What `_gates` needs of a chunk, long before it does: behind all products nobody is left to wait with."""
+    pair = (i < high) & (at + i >= SHIFT)
+    gain = pair
+    ridge = pair
+    if not RAW:
+        gain = load_head(beta, first, i, h, H, pair, 1.0)
+        ridge = load_head(lam, first, i, h, H, pair, 0.0)
+    return pair, gain, ridge
+
+
+@gluon.jit
 def _gates(
-    beta, lam, d_beta, d_lam, at, i, high, first, h, d_w, d_log, energy, eps, floor,
-    H: gl.constexpr, SHIFT: gl.constexpr, RAW: gl.constexpr, SCALED: gl.constexpr, DIRECT: gl.constexpr,
+    given, d_beta, d_lam, i, high, first, h, d_w, d_log, energy, eps, floor,
+    H: gl.constexpr, RAW: gl.constexpr, SCALED: gl.constexpr, DIRECT: gl.constexpr,
 ):  # fmt: skip
     """Writes the gradients of beta and lam; returns that of the energy."""
-    pair = (i < high) & (at + i >= SHIFT)
+    pair, gain, ridge = given
     if RAW:
         d_gain = gl.where(pair, d_w, 0.0)
         d_ridge = gl.where(pair, d_log, 0.0)
         share = gl.where(pair, 0.0, 0.0)  # not used
     else:
-        gain = load_head(beta, first, i, h, H, pair, 1.0)
-        ridge = load_head(lam, first, i, h, H, pair, 0.0)
         d_gain, d_ridge, share = step_gradient(d_w, d_log, energy, gain, ridge, pair, eps, floor, SCALED, DIRECT, True)
     if d_beta is not None:
         gl.store(d_beta + first * H + h + i * H, d_gain, mask=i < high)
@@ -175,6 +224,8 @@ def backward(
         later = soon
         if c + 2 < count:
             later = load_rates(weight, decay, line, at - 128, high + 128, i, not BEFORE)
+        first = n.to(gl.int64) * length + at
+        given = _load_gates(beta, lam, at, i, high, first, h, H, SHIFT, RAW)
         carry = gl.exp2(g_last)
         mbarrier.wait(bars[0].index(s), phase)
         mbarrier.wait(bars[1].index(s), phase)
@@ -204,9 +255,10 @@ def backward(
         scores.index(nil()).store((p * seen).to(dtype))
         scores.index(nil() + 1).store((dp * seen).to(dtype))
         felt = p * dp * felt
-        d_w = gl.sum(felt, axis=0)
+        d_w = _by_warps(felt, 4)
         felt_low = (felt * _across(numbers, c & 1, STEP, pairs)[None, :]).to(gl.bfloat16)
-        through = gl.sum(gl.sum(S.load(state).to(gl.float32) * dS, axis=1), axis=0)
+        through = gl.sum(S.load(state).to(gl.float32) * dS, axis=1)
+        through = gl.sum(gl.reshape(through, [num_warps, K // num_warps]), axis=1)
         fence_async_shared()
         d_q, d_y = warpgroup_mma_wait(0, deps=(d_q, d_y))
         # Behind this barrier the state has been read, and the scores are there.
@@ -221,10 +273,10 @@ def backward(
         crossing.store(felt_low)
         fence_async_shared()
         d_q *= gl.exp2(_down(numbers, c & 1, READ_DECAY, tile))[:, None]
-        row_read = gl.sum(d_q * q.load(tile).to(gl.float32), axis=1)
+        row_read = _by_warps(d_q * q.load(tile).to(gl.float32), WIDE)
         d_q = warpgroup_mma(scores.index(nil() + 1), x, d_q, is_async=True)
         last_of = gl.exp2(g_last - _down(numbers, c & 1, DECAY, tile))
-        met = gl.sum(d_y * y.load(tile).to(gl.float32), axis=1) * last_of
+        met = _by_warps(d_y * y.load(tile).to(gl.float32), WIDE)
         kept = last_of * _down(numbers, c & 1, STEP, tile)
         d_y = warpgroup_mma(scores.index(nil()).permute((1, 0)), do, d_y * kept[:, None], is_async=True)
         read = q.permute((1, 0)).load(tall).to(gl.float32) * gl.exp2(_across(numbers, c & 1, READ_DECAY, tall))[None, :]
@@ -236,25 +288,36 @@ def backward(
         low_d_y = d_y.to(dtype)
         gl.thread_barrier()
         felt = warpgroup_mma(crossing, before.permute((1, 0)), no_pairs, use_acc=False, is_async=True)
-        energy = gl.zeros([64], gl.float32, gl.SliceLayout(1, tile))
+        sums = scores.index(nil())  # nobody needs those scores from here on
+        _put(sums, OF_STEPS, d_w)
+        _put(sums, OF_READS, row_read)
+        _put(sums, OF_WRITES, met)
+        per_warp = sums._reinterpret(gl.float32, [2048 // num_warps, num_warps], LINE)
+        per_warp.index(OF_STATES * 64 // num_warps).store(through)
         if ENERGY:
             low_x = x.load(tile).to(gl.float32)
-            energy = gl.sum(low_x * low_x, axis=1)
+            _put(sums, OF_ENERGY, _by_warps(low_x * low_x, WIDE))
         felt, d_x, dS = warpgroup_mma_wait(0, deps=(felt, d_x, dS))
         distance = _apart(pairs)
         reads = distance > 0 if BEFORE else distance >= 0
-        row_read = gl.convert_layout(row_read, gl.SliceLayout(1, pairs))
-        written = gl.convert_layout(met, gl.SliceLayout(1, pairs)) * _down(numbers, c & 1, STEP, pairs)
+        row_read = _total(sums, OF_READS, WIDE, gl.SliceLayout(1, pairs))
+        written = _total(sums, OF_WRITES, WIDE, gl.SliceLayout(1, pairs)) * _down(numbers, c & 1, STEP, pairs)
+        written *= gl.exp2(g_last - _down(numbers, c & 1, DECAY, pairs))
         felt = gl.where(reads, felt + row_read[:, None], 0.0) + gl.where(distance < 0, written[:, None], 0.0)
-        d_log = gl.convert_layout(gl.sum(felt, axis=0), flat) + through * carry
-        d_w = gl.convert_layout(d_w, flat) + gl.convert_layout(met, flat)
-        first = n.to(gl.int64) * length + at
-        share = _gates(
-            beta, lam, d_beta, d_lam, at, i, high, first, h, d_w, d_log, gl.convert_layout(energy, flat), eps, floor,
-            H, SHIFT, RAW, SCALED, DIRECT,
-        )  # fmt: skip
+        _put(sums, OF_DECAYS, _by_warps(felt, 4))
+        every: gl.constexpr = gl.BlockedLayout([num_warps], [32], [num_warps], [0])
+        through = gl.sum(per_warp.index(OF_STATES * 64 // num_warps).load(every), axis=0)
+        d_log = _total(sums, OF_DECAYS, 4, flat) + through * carry
+        met = _total(sums, OF_WRITES, WIDE, flat) * gl.exp2(g_last - numbers.index((c & 1) * 3 + DECAY).load(flat))
+        d_w = _total(sums, OF_STEPS, 4, flat) + met
+        energy = d_w
         if ENERGY:
-            share = gl.convert_layout(share, gl.SliceLayout(1, tile))
+            energy = _total(sums, OF_ENERGY, WIDE, flat)
+        share = _gates(given, d_beta, d_lam, i, high, first, h, d_w, d_log, energy, eps, floor, H, RAW, SCALED, DIRECT)
+        if ENERGY:
+            lines = sums._reinterpret(gl.float32, [32, 64], LINE)
+            lines.index(SHARE).store(share)
+            share = lines.index(SHARE).load(gl.SliceLayout(1, tile))
             d_x += 2 * share[:, None] * x.load(tile).to(gl.float32)
         # Behind this barrier the products of all warps are done with the tiles.
         gl.thread_barrier()

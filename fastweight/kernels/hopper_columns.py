@@ -233,7 +233,6 @@ def forward(
             tma.async_copy_shared_to_global(o_desc, [n, at, value_at], rings[1].index(s))
         else:
             S = warpgroup_mma_wait(0, deps=[S])
-            gl.thread_barrier()
     tma.store_wait(0)
     if wild is not None:
         gl.store(wild + gl.program_id(0), (gl.min(lowest, axis=0) < TAME).to(gl.int8))

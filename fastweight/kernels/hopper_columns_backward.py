@@ -94,12 +94,11 @@ def _suffix_sums(terms, ones, none, also, layout: gl.constexpr):
 
 @gluon.jit
 def _add_up(spare, a, b, WARPS: gl.constexpr, flat: gl.constexpr):
-    """Sums of two tiles [V, 64] over their rows, through memory that is not needed; all warps have to meet before."""
+    """Sums of two tiles [V, 64] over their rows, through memory that is not needed."""
     V: gl.constexpr = a.shape[0]
     parts = spare._reinterpret(gl.float32, [2, WARPS, 64], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     parts.index(0).store(gl.sum(gl.reshape(a, [WARPS, V // WARPS, 64]), axis=1))
     parts.index(1).store(gl.sum(gl.reshape(b, [WARPS, V // WARPS, 64]), axis=1))
-    gl.thread_barrier()
     lines = spare._reinterpret(gl.float32, [2 * WARPS, 64], LINE)
     of_a = lines.index(0).load(flat)
     of_b = lines.index(WARPS).load(flat)

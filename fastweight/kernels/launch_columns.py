@@ -36,6 +36,8 @@ from fastweight.kernels.launch import (
     wide,
 )
 
+LOOKING = 264  # programs that look for what has to be made anew
+
 
 def draw_paths(plan: Any, v: Tensor, size: int, flip: bool) -> Tensor:
     """0/1 matrices that sum log-decays between `size` tokens (columns.py), drawn on the device; flip: transposed."""
@@ -217,14 +219,17 @@ def rest(
         if wild is None and forgets_little(plan, given, d_o, states, where):
             wild = torch.ones(where.slots, H, dtype=torch.int8, device=v.device)
             launch_hopper_gradient.columns(plan, given, where, d_o, saved, out, wild)
+        pairs = where.slots * H
+        each = 1 if wild is None else min(triton.cdiv(pairs, LOOKING), columns_gradient.MOST.value)
+        steps = where.slots, each, *steps
         start(
-            columns_gradient.backward_columns, (where.slots, H, blocks),
+            columns_gradient.backward_columns, (triton.cdiv(pairs, each), blocks),
             *common, draw_paths(plan, v, 64, flip=True), energies, states, out.states,
             out.v, out.beta, shares, d_scores, wild, *tables(where), *steps,
             BEFORE=plan.before, **settings(plan, given), **tile._asdict(),
         )  # fmt: skip
         start(
-            columns_gradient.backward_keys, (where.slots, H),
+            columns_gradient.backward_keys, (triton.cdiv(pairs, each),),
             *common, energies, states, out.states, shares, d_scores, wild, out.q, out.k, out.lam, out.key0,
             *tables(where), *steps, **settings(plan, given), **token_tile(K, v.dtype, 8)._asdict(),
         )  # fmt: skip
