@@ -151,16 +151,15 @@ def _join(plan: Plan, given: Inputs, where: Geometry, block: Block) -> tuple[Mea
     found = Measured.of(given, block, turns)
     maps = empty_maps(given.v, where.slots, block.window)
     parts = _room_for_parts(given, block, turns, HELD, SIDES)
-    slots = maps.new_empty(len(found.gram), H, block.parts * HELD, 2 * PAIRS)
+    columns = 4096 // block.slots  # of a map at a time, so that what is held of them fits into two warps
     for turn in turns:
         measure(plan, given, where, block, turn, found, True)
         _parts(plan, given, where, block, turn, found, parts, None)
         start(
-            windows_parts.join, (turn.blocks, H, 2),
-            found.gram, found.reads, found.decay, parts[0], parts[1], slots, maps[0], maps[1],
-            turn.first, *tables(where),
-            H=H, PART=block.part, SLOTS=block.slots, BC=PAIRS, BEFORE=plan.before, DOT=_exact(given.v.dtype),
-            **block.flags, num_warps=4, num_stages=1,
+            windows_parts.join, (turn.blocks, H, 2 * PAIRS // columns),
+            found.gram, found.reads, found.decay, parts[0], parts[1], maps[0], maps[1], turn.first, *tables(where),
+            H=H, PART=block.part, SLOTS=block.slots, BC=columns, BEFORE=plan.before, DOT=_exact(given.v.dtype),
+            **block.flags, num_warps=2, num_stages=1,
         )  # fmt: skip
     return found, maps
 

@@ -262,9 +262,17 @@ def pair_slots(j, PARTS: tl.constexpr, WINDOW: tl.constexpr, PART: tl.constexpr)
     return late * HELD + j - late * PART, in_late, early * HELD + j - early * PART, in_early
 
 
+@triton.jit
+def _spread_part(pointer, number, s, part, SIDE: tl.constexpr):
+    """`load_part` in the rows of its own slots, of all slots [SLOTS, 16]."""
+    i = tl.arange(0, HELD)
+    at = pointer + number * (HELD * SIDES) + SIDE * HELD + (s % HELD)[:, None] * SIDES + i[None, :]
+    return tl.load(at, mask=(s // HELD == part)[:, None] & (i >= 0)[None, :], other=0.0)
+
+
 @triton.jit(do_not_specialize=["base", "length", "chunks", "tokens"])
 def join(
-    gram, reads, decay, read_part, write_part, slots, read_map, write_map,
+    gram, reads, decay, read_part, write_part, read_map, write_map,
     base, cu, chunk_seq, chunk_start, length, chunks, tokens,
     H: tl.constexpr, WINDOW: tl.constexpr, TOKENS: tl.constexpr, PAIRS: tl.constexpr, PART: tl.constexpr,
     SLOTS: tl.constexpr, BC: tl.constexpr, BEFORE: tl.constexpr, DOT: tl.constexpr,
@@ -285,56 +293,40 @@ def join(
     c = tl.program_id(2) * BC + tl.arange(0, BC)
     part_of, pair_of, held, _begin, end = slot_places(s, decay, line, first, high, PARTS, WINDOW, PART)
     dtype = write_map.dtype.element_ty
-    shelf = slots + number * (PARTS * HELD * 2 * PAIRS)
+    z = tl.zeros([SLOTS, BC], tl.float32)
     for part in range(PARTS):
         row = u + part * PART
         before = held & (part_of < part)
-        z = tl.load(shelf + s[:, None] * (2 * PAIRS) + c[None, :], mask=before[:, None] & (c < 2 * PAIRS)[None, :],
-                    other=0.0)  # fmt: skip
+        keep = (row < PAIRS)[:, None] & (before & (pair_of < PAIRS))[None, :]
+        at = row[:, None] * PAIRS + pair_of[None, :]
         start = decay_before(decay, line, first, part * PART, high)
-        meet = tl.load(matrix + row[:, None] * PAIRS + pair_of[None, :], mask=(row < PAIRS)[:, None] & before[None, :],
-                       other=0.0)  # fmt: skip
-        meet *= fade(before, start - end)[None, :]
-        f = tl.where(c[None, :] == (PAIRS + row)[:, None], tl.exp2(start), 0.0)
-        f = tl.dot(meet.to(dtype), z, acc=f, input_precision=DOT)
-        own = (c[None, :] == row[:, None]) | (c[None, :] == (PAIRS + row)[:, None])
+        meet = tl.load(matrix + at, mask=keep, other=0.0) * fade(before, start - end)[None, :]
+        if BEFORE:
+            g_read = decay_before(decay, line, first, row, high)
+        else:
+            g_read = decay_rows(decay, line, first, row, high)
+        met = tl.load(seen + at, mask=keep, other=0.0) * fade(before[None, :], g_read[:, None] - end[None, :])
+        low_z = z.to(dtype)
+        f = tl.where(c[None, :] == (row + PAIRS)[:, None], tl.exp2(start), 0.0)
+        f = tl.dot(meet.to(dtype), low_z, acc=f, input_precision=DOT)
+        own = (c[None, :] == row[:, None]) | (c[None, :] == (row + PAIRS)[:, None])
         w = (tl.where(own, 1.0, 0.0) - f).to(dtype)
         f = f.to(dtype)
         place = number * PARTS + part
-        if BEFORE:
-            at = decay_before(decay, line, first, row, high)
-        else:
-            at = decay_rows(decay, line, first, row, high)
-        met = tl.load(seen + row[:, None] * PAIRS + pair_of[None, :], mask=(row < PAIRS)[:, None] & before[None, :],
-                      other=0.0)  # fmt: skip
-        met *= fade(before[None, :], at[:, None] - end[None, :])
-        out = tl.dot(met.to(dtype), z, input_precision=DOT)
+        out = tl.dot(met.to(dtype), low_z, input_precision=DOT)
         out = tl.dot(load_part(read_part, place, 0, False), w, acc=out, input_precision=DOT)
         out = tl.dot(load_part(read_part, place, 1, False), f, acc=out, input_precision=DOT)
         tl.store(read_map + (kept * PAIRS + row)[:, None] * (2 * PAIRS) + c[None, :], out.to(dtype),
-                 mask=(u < PART)[:, None])  # fmt: skip
-        wrote = tl.dot(load_part(write_part, place, 0, False), w, input_precision=DOT)
-        wrote = tl.dot(load_part(write_part, place, 1, False), f, acc=wrote, input_precision=DOT)
-        tl.store(shelf + (u + part * HELD)[:, None] * (2 * PAIRS) + c[None, :], wrote.to(dtype))
-        tl.debug_barrier()
+                 mask=(u < PART)[:, None] & (c < 2 * PAIRS)[None, :])  # fmt: skip
+        z = tl.dot(_spread_part(write_part, place, s, part, 0), w, acc=z, input_precision=DOT)
+        z = tl.dot(_spread_part(write_part, place, s, part, 1), f, acc=z, input_precision=DOT)
     j = tl.arange(0, PAIRS)
-    at = kept * (PAIRS * 2 * PAIRS) + j[:, None] * (2 * PAIRS) + c[None, :]
     whole = tl.load(decay + line + first + tl.minimum(high, TOKENS) - 1)
-    z = _of_pairs(shelf, j, c, whole, decay, line, first, high, 2 * PAIRS, PARTS, WINDOW, PART)
+    late, in_late, early, in_early = pair_slots(j, PARTS, WINDOW, PART)
+    is_late = (late[:, None] == s[None, :]) & in_late[:, None]
+    is_early = (early[:, None] == s[None, :]) & in_early[:, None]
+    fold = tl.where((is_late | is_early) & held[None, :], 1.0, 0.0).to(dtype)
+    z = tl.dot(fold, (z * fade(held, whole - end)[:, None]).to(dtype), input_precision=DOT)
+    at = kept * (PAIRS * 2 * PAIRS) + j[:, None] * (2 * PAIRS) + c[None, :]
     tl.store(write_map + at, z.to(dtype))
     tl.store(read_map + at, tl.zeros_like(z).to(dtype), mask=(j >= TOKENS)[:, None] & (c < 2 * PAIRS)[None, :])
-
-
-@triton.jit
-def _of_pairs(
-    shelf, j, c, whole, decay, line, first, high,
-    W: tl.constexpr, PARTS: tl.constexpr, WINDOW: tl.constexpr, PART: tl.constexpr,
-):  # fmt: skip
-    """Coefficients of pairs at the block's end, from those of slots at the ends of their parts."""
-    late, in_late, early, in_early = pair_slots(j, PARTS, WINDOW, PART)
-    to_end = fade(in_late, whole - decay_rows(decay, line, first, late // HELD * PART + PART - 1, high))
-    z = tl.load(shelf + late[:, None] * W + c[None, :], mask=in_late[:, None] & (c < W)[None, :], other=0.0)
-    z = z.to(tl.float32) * to_end[:, None]
-    to_end = fade(in_early, whole - decay_rows(decay, line, first, early // HELD * PART + PART - 1, high))
-    more = tl.load(shelf + early[:, None] * W + c[None, :], mask=in_early[:, None] & (c < W)[None, :], other=0.0)
-    return z + more.to(tl.float32) * to_end[:, None]
