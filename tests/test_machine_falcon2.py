@@ -55,8 +55,12 @@ def test_leaves_chunks_that_forget_much(dtype, left):
     """One token keeps nearly nothing of one column in one chunk of one head; in float16, many keep three quarters."""
     test = case("falcon-2", {"ridge": "scaled", "step": "direct"}, shape=(1, 130, 1, 2, 64, 64), ridge=0.0)
     inputs, around = make(test, dtype, "cpu"), surroundings(test, "cpu")
-    square = inputs["k"].double().square().sum(-1)[0, :, 0]
-    inputs["gate"][0, 70, 1] = 0.999 / (inputs["beta"][0, 70, 1].max() * square[69])
-    inputs["gate"][0, 90:120, 0] = 0.25 / (inputs["beta"][0, 90:120, 0].amax(-1) * square[89:119])
+    k, beta, gate = inputs["k"], inputs["beta"], inputs["gate"]
+    assert k is not None
+    assert beta is not None
+    assert gate is not None
+    square = k.double().square().sum(-1)[0, :, 0]
+    gate[0, 70, 1] = 0.999 / (beta[0, 70, 1].max() * square[69])
+    gate[0, 90:120, 0] = 0.25 / (beta[0, 90:120, 0].amax(-1) * square[89:119])
     outcome(kernel, test, inputs, around, (torch.ones(1, 130, 2, 64).to(dtype), torch.ones(1, 2, 64, 64)))
     assert left[0].tolist() == [[0, 0], [int(dtype == torch.float16), 1], [0, 0]]

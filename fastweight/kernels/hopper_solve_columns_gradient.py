@@ -17,8 +17,9 @@ What pairs on one side of t add to the last two sums cancels to the digits of fl
 same rounded r, w and m. That is enough where no carry is small, because dl is divided by it. For chunks that forget
 much (solve_columns_gradient.py says which) `backward_chunk` follows.
 
-One program has a multiprocessor to itself and all its tiles in shared memory at once; D / 16 warps leave each thread
-room for four accumulators. How copies, products and barriers go together, and their traps, as in hopper_parts.py.
+A program has all its tiles in shared memory at once, which at width 128 leaves no room for a second one; with 8 warps a
+thread has room for four accumulators. How copies, products and barriers go together, and their traps, as in
+hopper_parts.py.
 
 Traps: dU waits in the memory of d_v, where `backward_state` left it. l is rounded to 16 bits, and its sums are sums of
 that. Sums over tokens are products with matrices of ones, and the one whose terms cancel takes them in three pieces of
@@ -45,15 +46,13 @@ from fastweight.kernels.hopper_parts import SHARED, arrive, copy_rows, new_barri
 from fastweight.kernels.tiles import chunk_span, has_pair, source_rows
 
 LEAST = gl.constexpr(-62.0)  # below all g of chunks that are done here
-# Accumulators of [64, D] and [64, 64]; copies of D and of 64 columns; D = 64 takes 4 warps, D = 128 takes 8.
-WIDE_64 = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
+# Accumulators of [64, 64] and [64, 128] among 8 warps, and copies.
 WIDE_128 = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 2], instr_shape=[16, 64, 16]))
-SQUARE_128 = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 2], instr_shape=[16, 32, 16]))
-LEFT_64 = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=WIDE_64.value, k_width=2))
+SQUARE = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 2], instr_shape=[16, 32, 16]))
+LEFT_64 = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=SQUARE.value, k_width=2))
 LEFT_128 = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=WIDE_128.value, k_width=2))
 TILE_128 = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0]))
-HALF_64 = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
-HALF_128 = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0]))
+HALF = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0]))
 
 
 @gluon.jit
@@ -113,11 +112,10 @@ def backward_token(
     SHIFT: gl.constexpr, SCALED: gl.constexpr, DIRECT: gl.constexpr, BEFORE: gl.constexpr,
 ):  # fmt: skip
     """One chunk of one head: all gradients but those of states; kept, wild: as `backward_state` left them."""
-    WIDE: gl.constexpr = WIDE_64 if D == 64 else WIDE_128
-    SQUARE: gl.constexpr = WIDE_64 if D == 64 else SQUARE_128
+    WIDE: gl.constexpr = SQUARE if D == 64 else WIDE_128
     LEFT: gl.constexpr = LEFT_64 if D == 64 else LEFT_128
-    TILE: gl.constexpr = HALF_64 if D == 64 else TILE_128
-    HALF: gl.constexpr = HALF_64 if D == 64 else HALF_128
+    TILE: gl.constexpr = HALF if D == 64 else TILE_128
+    FEW: gl.constexpr = 2048 // D  # rows among which each thread has every one that is so many further
     PARTS: gl.constexpr = D // 64
     along: gl.constexpr = gl.SliceLayout(0, WIDE)
     h = gl.program_id(0) % H
@@ -139,7 +137,7 @@ def backward_token(
     s_stage = gl.allocate_shared_memory(gl.bfloat16, [64, D], SHARED)
     s_in = gl.allocate_shared_memory(dtype, [2 * PARTS, 64, 64], SHARED)  # columns of q, then of x
     s_scores = gl.allocate_shared_memory(dtype, [2, 64, 64], SHARED)
-    s_few = gl.allocate_shared_memory(gl.bfloat16, [2, 16, D], SHARED)
+    s_few = gl.allocate_shared_memory(gl.bfloat16, [2, FEW, D], SHARED)
     s_states = gl.allocate_shared_memory(dtype, [2 * PARTS, 64, D], SHARED)  # rows of a state, then of its gradient
 
     i = rows(TILE)
@@ -206,10 +204,10 @@ def backward_token(
     back = gl.exp2(-gl.maximum(g, LEAST))
     s_m.store((eta * s_left.load(WIDE).to(gl.float32) * back).to(dtype))
     mbarrier.wait(landed, 0)
-    few = gl.sum(gl.reshape(gl.zeros([64, D], gl.float32, TILE), [4, 16, D]), axis=0)
+    few = gl.sum(gl.reshape(gl.zeros([64, D], gl.float32, TILE), [64 // FEW, FEW, D]), axis=0)
     for part in gl.static_range(PARTS):
         both = s_states.index(part).load(TILE).to(gl.float32) * s_states.index(PARTS + part).load(TILE).to(gl.float32)
-        few += gl.sum(gl.reshape(both, [4, 16, D]), axis=0)
+        few += gl.sum(gl.reshape(both, [64 // FEW, FEW, D]), axis=0)
     to_end = gl.load(kept + at_chunk * D + gl.arange(0, D, gl.SliceLayout(0, few.type.layout)))
     few *= to_end[None, :]
     if dtype == gl.float16:
@@ -252,9 +250,9 @@ def backward_token(
     _shown()
     d_log = _fresh(_ones(1, gl.bfloat16, LEFT), s_other, WIDE)
     d_log = warpgroup_mma(_ones(2, gl.bfloat16, LEFT), s_stage, d_log, is_async=True)
-    d_log = warpgroup_mma(gl.full([64, 16], 1.0, gl.bfloat16, LEFT), s_few.index(0), d_log, is_async=True)
+    d_log = warpgroup_mma(gl.full([64, FEW], 1.0, gl.bfloat16, LEFT), s_few.index(0), d_log, is_async=True)
     if dtype == gl.float16:
-        d_log = warpgroup_mma(gl.full([64, 16], 1.0, gl.bfloat16, LEFT), s_few.index(1), d_log, is_async=True)
+        d_log = warpgroup_mma(gl.full([64, FEW], 1.0, gl.bfloat16, LEFT), s_few.index(1), d_log, is_async=True)
     d_log = warpgroup_mma_wait(0, deps=(d_log,))
     gl.thread_barrier()
     piece = _first_piece(terms)
