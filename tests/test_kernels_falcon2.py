@@ -8,7 +8,7 @@ import torch
 from column_checks import check_compiles_whole, check_one_beta_for_all_columns, check_without_tokens, decays_or_vanishes
 
 import fastweight as fw
-from fastweight.kernels import dispatch, unproven
+from fastweight.kernels import dispatch, launch_solve_columns, unproven
 from tests.interpreter import run_interpreted
 from tests.kernel_harness import (
     ALLOWED,
@@ -91,6 +91,39 @@ def test_rebuilt_states_are_for_a_gain_per_head():
         kernel(test, make(test, torch.float32, "cpu"), surroundings(test, "cpu"))
 
 
+@interpreted
+@pytest.mark.parametrize("cuts", [None, (0, 1, 1, 19)], ids=["dense", "packed"])
+def test_exact_gradients_of_some_chunks(cuts, monkeypatch):
+    """Of those that are noted, and nothing of the others; their couplings are made then."""
+    test = case("falcon-2", shape=(2, 3, 1, 2, 16, 16) if cuts is None else (1, 19, 1, 2, 16, 16), cuts=cuts)
+    inputs, around = make(test, torch.float32, "cpu"), surroundings(test, "cpu")
+    noted = torch.tensor([[0, 0], [1, 0], [1, 1], [0, 1]][: 2 if cuts is None else 3], dtype=torch.int8)
+    couple, backward_chunk = launch_solve_columns.couple, launch_solve_columns.backward_chunk
+    made = {}
+
+    def backward_some(where, given, common, saved, out, _wild, *rest):
+        couplings = couple(made["plan"], given, around[2], None, True, noted, where.chunk_start)
+        for gradient in (out.q, out.k, out.v, out.beta, out.lam):
+            gradient.fill_(7)
+        backward_chunk(where, given, (*common[:-2], couplings, common[-1]), saved, out, noted, *rest)
+
+    def note_plan(plan, *rest, **options):
+        made["plan"] = plan
+        return couple(plan, *rest, **options)
+
+    pull = torch.randn(*test.shape[:2], 2, 16), torch.randn(2 if cuts is None else 3, 2, 16, 16)
+    expected = outcome(kernel, test, inputs, around, pull)
+    monkeypatch.setattr(launch_solve_columns, "couple", note_plan)
+    monkeypatch.setattr(launch_solve_columns, "backward_chunk", backward_some)
+    got = outcome(kernel, test, inputs, around, pull)
+    chunk = torch.arange(2).repeat_interleave(3) if cuts is None else torch.tensor([0, *[1] * 18])
+    for name in ("gradient of v", "gradient of beta", "gradient of gate"):
+        mine, theirs = (found[name].reshape(len(chunk), 2, -1) for found in (got, expected))
+        some = noted[chunk].bool()
+        assert torch.equal(mine[some], theirs[some]), name
+        assert (mine[~some] == 7).all(), name
+
+
 def test_what_no_device_has_checked_is_refused(monkeypatch):
     """With a gain per value column on a CUDA device: widths above 128."""
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -113,7 +146,7 @@ def test_what_no_device_has_checked_is_refused(monkeypatch):
 def test_kernels_interpreted():
     """Runs the tests above under the interpreter."""
     said = run_interpreted(__file__, "not Device", timeout=600)
-    assert said.count(".") >= len(CASES) + 7, said[-500:]
+    assert said.count(".") >= len(CASES) + 9, said[-500:]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
