@@ -1,4 +1,7 @@
-"""Host side of the regression class with a gain per value column: allocates, and launches solve_columns*.py.
+"""Host side of the regression class with a gain per value column: allocates, launches solve_columns*.py.
+
+Calls that `fits_hopper` knows first take hopper_solve_columns*.py, which make everything but the gradients in chunks
+that forget much; the exact kernel follows for those.
 
 Saved for the backward pass: 4 bytes of key energy per token and key head, V elements of residual and K V / 64 of chunk
 states per token and value head. Couplings of neighbouring tokens (128 bytes a token and key head) are made twice.
