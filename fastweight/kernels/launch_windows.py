@@ -110,7 +110,8 @@ def measure(plan: Plan, given: Inputs, where: Geometry, block: Block, turn: Turn
         given.q, given.k, given.beta, given.lam, given.key0, given.has_key, given.unmasked, found.gram, found.reads,
         *tokens, turn.first, *tables(where), float(plan.eps), float(plan.floor),
         BK=min(64, wide(given.q.shape[3], 16)), SHIFT=int(plan.shift), SCALED=plan.scaled, DIRECT=plan.direct,
-        DOT=precision(given.v.dtype), **block.flags, **given.widths, num_warps=2,
+        DOT=precision(given.v.dtype), **block.flags, **given.widths,
+        num_warps=4 if given.v.dtype == torch.float32 else 2,
     )  # fmt: skip
 
 

@@ -88,57 +88,104 @@ def _meet(matrix, from_pair, to_pair, keep, power, PAIRS: tl.constexpr):
 
 
 @triton.jit
+def _forth(
+    v, has_key, unmasked, matrix, decay, write_part, missed, part, shelf, cv, first, low, high, n, h, number, line,
+    H: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, WINDOW: tl.constexpr, PARTS: tl.constexpr,
+    PAIRS: tl.constexpr, PART: tl.constexpr, SLOTS: tl.constexpr, SHIFT: tl.constexpr,
+):  # fmt: skip
+    """What a part, if it is one, needs besides the parts before it: y, w so far, faded G with those, D."""
+    u = tl.arange(0, HELD)
+    s = tl.arange(0, SLOTS)
+    part_of, pair_of, held, _begin, end = slot_places(s, decay, line, first, high, PARTS, WINDOW, PART)
+    row = u + part * PART
+    held_here = (u < PART + WINDOW - 1) & (part < PARTS)
+    i, _source, pair = _slot_pairs(has_key, unmasked, first, row, held_here, low, high, n, WINDOW, SHIFT)
+    y = load_tile(v, first, i, h, cv, pair, H, V, BV)
+    w = _slot_tile(missed, shelf, u + part * HELD, cv, PARTS * HELD, V)
+    before = held & (part_of < part) & (part < PARTS)
+    start = decay_before(decay, line, first, part * PART, high)
+    meet = _meet(matrix, row, pair_of, before[None, :], (start - end)[None, :], PAIRS)
+    place = number * PARTS + tl.minimum(part, PARTS - 1)
+    return y, w, meet, load_part(write_part, place, 0, False), load_part(write_part, place, 1, False)
+
+
+@triton.jit
+def _back(
+    d_o, matrix, decay, read_part, write_part, lead, part, shelf, cv, first, high, h, number, line,
+    H: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, WINDOW: tl.constexpr, PARTS: tl.constexpr,
+    PAIRS: tl.constexpr, PART: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    """What a part needs besides the parts after it: dO, dz so far, faded G with those, A and D of df."""
+    u = tl.arange(0, HELD)
+    s = tl.arange(0, SLOTS)
+    part_of, pair_of, held, begin, _end = slot_places(s, decay, line, first, high, PARTS, WINDOW, PART)
+    row = u + part * PART
+    do = load_tile(d_o, first, row, h, cv, (u < PART) & (row < high) & (row >= 0), H, V, BV)
+    keep = (row >= 0)[:, None] & (cv < V)[None, :]
+    dz = tl.load(lead + shelf + (u + part * HELD)[:, None] * V + cv[None, :], mask=keep, other=0.0)
+    after = held & (part_of > part) & (part >= 0)
+    stop = decay_rows(decay, line, first, part * PART + PART - 1, high)
+    meet = _meet(matrix, row, pair_of, after[None, :], (begin - stop)[None, :], PAIRS)
+    place = number * PARTS + tl.maximum(part, 0)
+    # Of df = A_f^T dO + D_f^T dz - dw
+    by_o = load_part(read_part, place, 1, True).to(tl.float32) - load_part(read_part, place, 0, True)
+    by_z = load_part(write_part, place, 1, True).to(tl.float32) - load_part(write_part, place, 0, True)
+    return do, dz, meet, by_o, by_z
+
+
+@triton.jit
 def _walk_parts(
     v, d_o, has_key, unmasked, matrix, decay, read_part, write_part, missed, wrote, lead, df,
     shelf, cv, first, low, high, n, h, number, line,
     H: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, WINDOW: tl.constexpr, TOKENS: tl.constexpr,
     PAIRS: tl.constexpr, PART: tl.constexpr, SLOTS: tl.constexpr, SHIFT: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """From what the state gives each slot, `missed` and `lead`: w and z forth, dz (into `lead`) and df back."""
+    """From what the state gives each slot, `missed` and `lead`: w and z forth, dz (into `lead`) and df back.
+
+    What a part needs is asked for while the one before it is being worked on.
+    """
     PARTS: tl.constexpr = TOKENS // PART
     u = tl.arange(0, HELD)
     s = tl.arange(0, SLOTS)
-    part_of, pair_of, held, begin, end = slot_places(s, decay, line, first, high, PARTS, WINDOW, PART)
     dtype = write_part.dtype.element_ty
+    y, w, meet, by_w, by_f = _forth(
+        v, has_key, unmasked, matrix, decay, write_part, missed, 0, shelf, cv, first, low, high, n, h, number, line,
+        H, V, BV, WINDOW, PARTS, PAIRS, PART, SLOTS, SHIFT,
+    )  # fmt: skip
     for part in range(PARTS):
-        row = u + part * PART
-        slot = u + part * HELD
-        _i, _source, pair = _slot_pairs(
-            has_key, unmasked, first, row, u < PART + WINDOW - 1, low, high, n, WINDOW, SHIFT
-        )
-        y = load_tile(v, first, row - (WINDOW - 1), h, cv, pair, H, V, BV)
-        w = _slot_tile(missed, shelf, slot, cv, SLOTS, V).to(tl.float32)
-        before = held & (part_of < part)
-        start = decay_before(decay, line, first, part * PART, high)
-        meet = _meet(matrix, row, pair_of, before[None, :], (start - end)[None, :], PAIRS).to(dtype)
-        place = number * PARTS + part
-        by_w, by_f = load_part(write_part, place, 0, False), load_part(write_part, place, 1, False)
-        w -= tl.dot(meet, _slot_tile(wrote, shelf, s, cv, part * HELD, V), input_precision=DOT)
-        low_w = w.to(dtype)
-        _keep_slots(missed, shelf, low_w, slot, cv, SLOTS, V)
+        z = _slot_tile(wrote, shelf, s, cv, part * HELD, V)
+        next_y, next_w, next_meet, next_by_w, next_by_f = _forth(
+            v, has_key, unmasked, matrix, decay, write_part, missed, part + 1, shelf, cv, first, low, high, n, h,
+            number, line, H, V, BV, WINDOW, PARTS, PAIRS, PART, SLOTS, SHIFT,
+        )  # fmt: skip
+        w = w.to(tl.float32) - tl.dot(meet.to(dtype), z, input_precision=DOT)
         f = (y.to(tl.float32) - w).to(dtype)
-        z = tl.dot(by_f, f, acc=tl.dot(by_w, low_w, input_precision=DOT), input_precision=DOT)
+        w = w.to(dtype)
+        slot = u + part * HELD
+        _keep_slots(missed, shelf, w, slot, cv, SLOTS, V)
+        z = tl.dot(by_f, f, acc=tl.dot(by_w, w, input_precision=DOT), input_precision=DOT)
         _keep_slots(wrote, shelf, z, slot, cv, SLOTS, V)
+        y, w, meet, by_w, by_f = next_y, next_w, next_meet, next_by_w, next_by_f
         tl.debug_barrier()
+    do, dz, meet, by_o, by_z = _back(
+        d_o, matrix, decay, read_part, write_part, lead, PARTS - 1, shelf, cv, first, high, h, number, line,
+        H, V, BV, WINDOW, PARTS, PAIRS, PART, SLOTS,
+    )  # fmt: skip
     for back in range(PARTS):
         part = PARTS - 1 - back
-        row = u + part * PART
-        slot = u + part * HELD
-        do = load_tile(d_o, first, row, h, cv, (u < PART) & (row < high), H, V, BV).to(dtype)
-        dz = _slot_tile(lead, shelf, slot, cv, SLOTS, V).to(tl.float32)
-        after = held & (part_of > part)
-        stop = decay_rows(decay, line, first, part * PART + PART - 1, high)
-        meet = _meet(matrix, row, pair_of, after[None, :], (begin - stop)[None, :], PAIRS).to(dtype)
-        place = number * PARTS + part
-        # Of df = A_f^T dO + D_f^T dz - dw
-        by_o = load_part(read_part, place, 1, True).to(tl.float32) - load_part(read_part, place, 0, True)
-        by_z = load_part(write_part, place, 1, True).to(tl.float32) - load_part(write_part, place, 0, True)
+        after = (s // HELD > part) & (s < PARTS * HELD)
         later = tl.load(df + shelf + s[:, None] * V + cv[None, :], mask=after[:, None] & (cv < V)[None, :], other=0.0)
-        dz = tl.dot(meet, later, acc=dz, input_precision=DOT).to(dtype)
-        _keep_slots(lead, shelf, dz, slot, cv, SLOTS, V)
-        f = tl.dot(by_o.to(dtype), do, input_precision=DOT)
-        f = tl.dot(by_z.to(dtype), dz, acc=f, input_precision=DOT)
+        next_do, next_dz, next_meet, next_by_o, next_by_z = _back(
+            d_o, matrix, decay, read_part, write_part, lead, part - 1, shelf, cv, first, high, h, number, line,
+            H, V, BV, WINDOW, PARTS, PAIRS, PART, SLOTS,
+        )  # fmt: skip
+        low_dz = tl.dot(meet.to(dtype), later, acc=dz.to(tl.float32), input_precision=DOT).to(dtype)
+        slot = u + part * HELD
+        _keep_slots(lead, shelf, low_dz, slot, cv, SLOTS, V)
+        f = tl.dot(by_o.to(dtype), do.to(dtype), input_precision=DOT)
+        f = tl.dot(by_z.to(dtype), low_dz, acc=f, input_precision=DOT)
         _keep_slots(df, shelf, f, slot, cv, SLOTS, V)
+        do, dz, meet, by_o, by_z = next_do, next_dz, next_meet, next_by_o, next_by_z
         tl.debug_barrier()
 
 
