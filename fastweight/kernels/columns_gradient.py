@@ -173,7 +173,8 @@ def backward_columns(
         start = tl.program_id(0) * each
         end = tl.minimum(start + each, slots * H)
         if is_any(wild, start, end):
-            for at in range(start, end):
+            for step in range(end - start):
+                at = start + step
                 if tl.load(wild + at) != 0:
                     n, first, low, high = chunk_span(at // H, cu, chunk_seq, chunk_start, length, chunks, 64)
                     _columns(
@@ -278,7 +279,8 @@ def backward_keys(
         start = tl.program_id(0) * each
         end = tl.minimum(start + each, slots * H)
         if is_any(wild, start, end):
-            for at in range(start, end):
+            for step in range(end - start):
+                at = start + step
                 if tl.load(wild + at) != 0:
                     n, first, low, high = chunk_span(at // H, cu, chunk_seq, chunk_start, length, chunks, 64)
                     _keys(given, at // H, at % H, n, first, low, high, H, KH, K, V, BK, BV, SHIFT, SCALED, DIRECT, DOT)

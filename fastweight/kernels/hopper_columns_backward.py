@@ -66,6 +66,16 @@ def _state_offsets(seg, h, H: gl.constexpr, K: gl.constexpr, V: gl.constexpr, la
 
 
 @gluon.jit
+def _views(tiles, key_tile, room, scores, K: gl.constexpr, V: gl.constexpr):
+    """Tiles of q, x, y, dO, S, E, P and dP, as found from here on: what was found before need not be remembered."""
+    q = tiles[0].index(nil()).reshape([64, K])
+    x = key_tile[0].index(nil()).reshape([64, K])
+    y = tiles[1].index(nil()).reshape([64, V])
+    do = tiles[2].index(nil()).reshape([64, V])
+    return q, x, y, do, tiles[3].index(nil()), room.index(nil()), scores.index(nil()), scores.index(nil() + 1)
+
+
+@gluon.jit
 def packed(low):
     """The same, two in a register until here: known apart, each would be rounded by itself and have one to itself."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [low], dtype=low.dtype, is_pure=False, pack=2)
@@ -137,19 +147,21 @@ def backward(
     slot = (n * chunks + last) * H + h
     key_at = h // (H // KH) * K
 
-    descs = (q_desc, k_desc, v_desc)
-    rings, bars = rings_of(descs, 2)
-    late_descs = (states_desc, d_o_desc)  # tiles with one place, for which the next ones come at a chunk's end
-    late, late_bars = rings_of(late_descs, 1)
-    staged = gl.allocate_shared_memory(dtype, [1, V, 64], SHARED)  # w, for which registers have no place
+    descs = (q_desc, v_desc, d_o_desc, states_desc)
+    tiles, bars = rings_of(descs, 1)
+    key_tile, key_bar = rings_of((k_desc,), 1)
+    s_dq = gl.allocate_shared_memory(dtype, d_q_desc.block_shape, d_q_desc.layout)
+    s_dx = gl.allocate_shared_memory(dtype, d_k_desc.block_shape, d_k_desc.layout)
+    s_dy = gl.allocate_shared_memory(dtype, d_v_desc.block_shape, d_v_desc.layout)
+    weighed = gl.allocate_shared_memory(dtype, [V, 64], SHARED)  # w, for which registers have no place
     room = gl.allocate_shared_memory(dtype, [1, V, K], gl.NVMMASharedLayout.get_default_for([V, K], dtype))
     scores = gl.allocate_shared_memory(dtype, [2, 64, 64], SHARED)
     numbers = gl.allocate_shared_memory(gl.float32, [2 * NUMBERS, 64], LINE)
     lost = gl.allocate_shared_memory(gl.int32, [num_warps], LINE)
     ones = ones_up_to(pairs)
     at = last * 64
-    fetch(descs, rings, bars, 0, ((n, at, key_at), (n, at - SHIFT, key_at), (n, at, h * V)), count > 0)
-    fetch(late_descs, late, late_bars, 0, ((slot * K, 0), (n, at, h * V)), count > 0)
+    fetch(descs, tiles, bars, 0, ((n, at, key_at), (n, at, h * V), (n, at, h * V), (slot * K, 0)), count > 0)
+    fetch((k_desc,), key_tile, key_bar, 0, ((n, at - SHIFT, key_at),), count > 0)
     fence_async_shared()
     i = gl.arange(0, 64, layout=flat)
     now = load_token(energies, lam, line, begin, at, i, length - at, h, H, SHIFT)
@@ -166,22 +178,15 @@ def backward(
     gl.thread_barrier()
 
     for c in range(0, count):
-        s = c & 1
-        phase = (c // 2) & 1
-        q = rings[0].index(s).reshape([64, K])
-        x = rings[1].index(s).reshape([64, K])
-        y = rings[2].index(s).reshape([64, V])
-        do = late[1].index(nil()).reshape([64, V])
-        S = late[0].index(nil())
-        s_E = room.index(nil())
+        q, x, y, do, S, s_E, low_p, low_dp = _views(tiles, key_tile, room, scores, K, V)
         its = (c & 1) * NUMBERS
         at = (last - c) * 64
         high = length - at
         soon = now
         if c + 1 < count:
             soon = load_token(energies, lam, line, begin, at - 64, i, high + 64, h, H, SHIFT)
-        mbarrier.wait(bars[0].index(s), phase)
-        mbarrier.wait(bars[1].index(s), phase)
+        mbarrier.wait(bars[0].index(0), c & 1)
+        mbarrier.wait(key_bar[0].index(0), c & 1)
         p = warpgroup_mma(q, x.permute((1, 0)), no_pairs, use_acc=False, is_async=True)
         log_decay = log_decays(gain, along(numbers, its + RHO, tall), floor)
         passed = log_decay.to(gl.float16)
@@ -193,50 +198,44 @@ def backward(
         # Behind this barrier every warp is done with the chunk before.
         tma.store_wait(0)
         gl.thread_barrier()
-        ahead = at - 64
-        coords = (n, ahead, key_at), (n, ahead - SHIFT, key_at), (n, ahead, h * V)
-        fetch(descs, rings, bars, s ^ 1, coords, c + 1 < count)
         is_lost = gl.max(lost.load(gl.BlockedLayout([num_warps], [32], [num_warps], [0])), axis=0)
         gl.store(wild + (slot - c * H), is_lost.to(gl.int8))
         if is_lost != 0:
             gl.store(d_states + _state_offsets(slot - c * H, 0, 1, K, V, state), dS.to(dtype))
         leaves = gl.convert_layout(gl.exp2(inside), gl.SliceLayout(1, state))
         s_E.store((dS * leaves[:, None]).to(dtype))
-        mbarrier.wait(late_bars[0].index(0), c & 1)
+        mbarrier.wait(bars[3].index(0), c & 1)
         through = gl.sum(S.permute((1, 0)).load(state).to(gl.float32) * dS, axis=1) * leaves
         dS *= gl.convert_layout(gl.exp2(total), gl.SliceLayout(1, state))[:, None]
         p, g = warpgroup_mma_wait(0, deps=(p, g))
         distance = _apart(pairs)
-        scores.index(nil()).store(gl.where(distance >= 0, p, 0.0).to(dtype))
-        mbarrier.wait(late_bars[1].index(0), c & 1)
+        low_p.store(gl.where(distance >= 0, p, 0.0).to(dtype))
+        mbarrier.wait(bars[2].index(0), c & 1)
         do.permute((1, 0)).store((do.permute((1, 0)).load(tall).to(gl.float32) * gl.exp2(g)).to(dtype))
-        mbarrier.wait(bars[2].index(s), phase)
+        mbarrier.wait(bars[1].index(0), c & 1)
         down = gl.exp2(-g)
         w = (y.permute((1, 0)).load(tall).to(gl.float32) * down).to(dtype)
-        staged.index(nil()).store(w)
+        weighed.store(w)
         down = packed(down.to(dtype))
         y.permute((1, 0)).store((gain * along(numbers, its + REC, tall) * w.to(gl.float32)).to(dtype))
         fence_async_shared()
         # Behind this barrier r, m, E and the scores are there.
         gl.thread_barrier()
-        S = late[0].index(nil())
-        do = late[1].index(nil()).reshape([64, V])
-        y = rings[2].index(nil() + s).reshape([64, V])
+        q, x, y, do, S, s_E, low_p, low_dp = _views(tiles, key_tile, room, scores, K, V)
         d_p = warpgroup_mma(do, y.permute((1, 0)), no_pairs, use_acc=False, is_async=True)
         d_m = warpgroup_mma(s_E, x.permute((1, 0)), none, use_acc=False, is_async=True)
         reading = warpgroup_mma(S.permute((1, 0)), q.permute((1, 0)), none, use_acc=False, is_async=True)
-        reading = warpgroup_mma(y.permute((1, 0)), scores.index(nil()).permute((1, 0)), reading, is_async=True)
+        reading = warpgroup_mma(y.permute((1, 0)), low_p.permute((1, 0)), reading, is_async=True)
         d_p = warpgroup_mma_wait(3, deps=(d_p,))
         distance = _apart(pairs)
-        scores.index(nil() + 1).store(gl.where(distance >= 0, d_p, 0.0).to(dtype))
+        low_dp.store(gl.where(distance >= 0, d_p, 0.0).to(dtype))
         d_m = warpgroup_mma_wait(2, deps=(d_m,))
         base = gl.convert_layout(through, ROW) + gl.sum(y.permute((1, 0)).load(tall).to(gl.float32) * d_m, axis=1)
-        d_m = warpgroup_mma(do.permute((1, 0)), scores.index(nil()), d_m, is_async=True)
+        d_m = warpgroup_mma(do.permute((1, 0)), low_p, d_m, is_async=True)
         dS = warpgroup_mma(do.permute((1, 0)), q, dS, is_async=True)
         fence_async_shared()
         reading, d_m = warpgroup_mma_wait(1, deps=(reading, d_m))
-        do = late[1].index(nil()).reshape([64, V])
-        y = rings[2].index(nil() + s).reshape([64, V])
+        q, x, y, do, S, s_E, low_p, low_dp = _views(tiles, key_tile, room, scores, K, V)
         terms = do.permute((1, 0)).load(tall).to(gl.float32) * reading
         terms -= y.permute((1, 0)).load(tall).to(gl.float32) * d_m
         d_log, dS = _suffix_sums(terms, ones, none, dS, tall)
@@ -249,17 +248,16 @@ def backward(
         d_alpha = gl.where(alpha < 1 - floor, libdevice.fast_dividef(d_log, alpha - 1), 0.0)
         rec = along(numbers, its + REC, tall)
         d_y = packed((gain * rec * packed(down).to(gl.float32) * d_m).to(dtype))
-        d_gain = (
-            staged.index(nil()).load(tall).to(gl.float32) * d_m + d_alpha * along(numbers, its + RIDGE, tall)
-        ) * rec
+        d_gain = (weighed.load(tall).to(gl.float32) * d_m + d_alpha * along(numbers, its + RIDGE, tall)) * rec
         store_gains(d_beta, d_gain, begin + at, h + nil(), column, high, H, V, tall)
+        q, x, y, do, S, s_E, low_p, low_dp = _views(tiles, key_tile, room, scores, K, V)
         d_q = warpgroup_mma(do, S.permute((1, 0)), no_tile, use_acc=False, is_async=True)
-        d_q = warpgroup_mma(scores.index(nil() + 1), x, d_q, is_async=True)
+        d_q = warpgroup_mma(low_dp, x, d_q, is_async=True)
         d_x = warpgroup_mma(y, s_E, no_tile, use_acc=False, is_async=True)
-        d_x = warpgroup_mma(scores.index(nil() + 1).permute((1, 0)), q, d_x, is_async=True)
-        forgot, gained = _add_up(scores.index(nil()), d_alpha * gain, d_gain * gain, num_warps, flat)
+        d_x = warpgroup_mma(low_dp.permute((1, 0)), q, d_x, is_async=True)
+        forgot, gained = _add_up(low_p, d_alpha * gain, d_gain * gain, num_warps, flat)
         if c + 1 < count:
-            gain = load_gains(beta, begin + ahead, h + nil(), column, high + 64, H, V, tall)
+            gain = load_gains(beta, begin + at - 64, h + nil(), column, high + 64, H, V, tall)
         energy, ridge, _pair = now
         rec = numbers.index(its + REC).load(flat)
         d_ridge = rec * forgot
@@ -277,28 +275,29 @@ def backward(
         keep_token(numbers, ((c + 1) & 1) * NUMBERS, soon, eps, floor, SCALED, DIRECT)
         now = soon
         d_q, d_x = warpgroup_mma_wait(0, deps=(d_q, d_x))
-        # Behind this barrier the products of all warps are done with the tiles, and the energies' gradients are there.
+        # Behind this barrier the products of all warps are done with the tiles.
         gl.thread_barrier()
-        coords = ((slot - (c + 1) * H) * K, 0), (n, ahead, h * V)
-        fetch(late_descs, late, late_bars, 0, coords, c + 1 < count)
+        ahead = at - 64
+        coords = (n, ahead, key_at), (n, ahead, h * V), (n, ahead, h * V), ((slot - (c + 1) * H) * K, 0)
+        fetch(descs, tiles, bars, 0, coords, c + 1 < count)
         if ENERGY:
             share = numbers.index(its + SHARE).load(gl.SliceLayout(1, tile))
             d_x += 2 * share[:, None] * x.load(tile).to(gl.float32)
-        q.store(d_q.to(dtype))
-        x.store(d_x.to(dtype))
-        y.permute((1, 0)).store(packed(d_y))
+        s_dq.reshape([64, K]).store(d_q.to(dtype))
+        s_dx.reshape([64, K]).store(d_x.to(dtype))
+        s_dy.reshape([64, V]).permute((1, 0)).store(packed(d_y))
         fence_async_shared()
+        # Behind this barrier every warp is done with x, and the gradients are there.
         gl.thread_barrier()
-        tma.async_copy_shared_to_global(d_q_desc, [n, at, h * K], rings[0].index(s))
+        fetch((k_desc,), key_tile, key_bar, 0, ((n, ahead - SHIFT, key_at),), c + 1 < count)
+        tma.async_copy_shared_to_global(d_q_desc, [n, at, h * K], s_dq)
         if at >= SHIFT:
-            tma.async_copy_shared_to_global(d_k_desc, [n, at - SHIFT, h * K], rings[1].index(s))
-        tma.async_copy_shared_to_global(d_v_desc, [n, at, h * V], rings[2].index(s))
+            tma.async_copy_shared_to_global(d_k_desc, [n, at - SHIFT, h * K], s_dx)
+        tma.async_copy_shared_to_global(d_v_desc, [n, at, h * V], s_dy)
     if SHIFT:
-        _edges(
-            d_k, rings[1].index((count - 1) & 1).reshape([64, K]), n, h, start, count, chunks, length, H, K, num_warps
-        )
+        _edges(d_k, s_dx.reshape([64, K]), n, h, start, count, chunks, length, H, K, num_warps)
     tma.store_wait(0)
     if d_state0 is not None:
         gl.store(d_state0 + _state_offsets(seg, h, H, K, V, state), dS)
     keep_barriers(bars)
-    keep_barriers(late_bars)
+    keep_barriers(key_bar)
