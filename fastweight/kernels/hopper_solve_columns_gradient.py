@@ -46,13 +46,15 @@ from fastweight.kernels.hopper_parts import SHARED, arrive, copy_rows, new_barri
 from fastweight.kernels.tiles import chunk_span, has_pair, source_rows
 
 LEAST = gl.constexpr(-62.0)  # below all g of chunks that are done here
-# Accumulators of [64, 64] and [64, 128] among 8 warps, and copies.
-WIDE_128 = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 2], instr_shape=[16, 64, 16]))
-SQUARE = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 2], instr_shape=[16, 32, 16]))
-LEFT_64 = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=SQUARE.value, k_width=2))
-LEFT_128 = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=WIDE_128.value, k_width=2))
-TILE_128 = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0]))
-HALF = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0]))
+# Accumulators of [64, 64] and [64, 128], and copies, among 8 and among 16 warps.
+SQUARE_8 = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 2], instr_shape=[16, 32, 16]))
+SQUARE_16 = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 4], instr_shape=[16, 16, 16]))
+WIDE_8 = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 2], instr_shape=[16, 64, 16]))
+WIDE_16 = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 4], instr_shape=[16, 32, 16]))
+TILE_8 = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0]))
+TILE_16 = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [16, 1], [1, 0]))
+HALF_8 = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0]))
+HALF_16 = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [16, 1], [1, 0]))
 
 
 @gluon.jit
@@ -109,13 +111,15 @@ def backward_token(
     kept, wild, d_q, d_k, d_v, d_beta, d_lam, d_key0,
     cu, chunk_seq, chunk_start, length, chunks, tokens, eps, floor,
     H: gl.constexpr, KH: gl.constexpr, D: gl.constexpr,
-    SHIFT: gl.constexpr, SCALED: gl.constexpr, DIRECT: gl.constexpr, BEFORE: gl.constexpr,
+    SHIFT: gl.constexpr, SCALED: gl.constexpr, DIRECT: gl.constexpr, BEFORE: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """One chunk of one head: all gradients but those of states; kept, wild: as `backward_state` left them."""
-    WIDE: gl.constexpr = SQUARE if D == 64 else WIDE_128
-    LEFT: gl.constexpr = LEFT_64 if D == 64 else LEFT_128
-    TILE: gl.constexpr = HALF if D == 64 else TILE_128
-    FEW: gl.constexpr = 2048 // D  # rows among which each thread has every one that is so many further
+    SQUARE: gl.constexpr = SQUARE_8 if WARPS == 8 else SQUARE_16
+    HALF: gl.constexpr = HALF_8 if WARPS == 8 else HALF_16
+    WIDE: gl.constexpr = SQUARE if D == 64 else WIDE_8 if WARPS == 8 else WIDE_16
+    TILE: gl.constexpr = HALF if D == 64 else TILE_8 if WARPS == 8 else TILE_16
+    LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=WIDE, k_width=2)
+    FEW: gl.constexpr = 256 * WARPS // D  # rows among which each thread has every one that is so many further
     PARTS: gl.constexpr = D // 64
     along: gl.constexpr = gl.SliceLayout(0, WIDE)
     h = gl.program_id(0) % H
