@@ -376,14 +376,14 @@ def inside(
     b = tl.load(rows + at_rows, mask=in_rows, other=0.0).to(tl.float32)
     lead = tl.load(rows_back + at_rows, mask=in_rows, other=0.0).to(tl.float32)
     lead = tl.dot(lead, tl.load(product + uu[:, None] * SIDES + uu[None, :]), input_precision=DOT)
-    dor = tl.dot(tl.load(product + u[:, None] * SIDES + uu[None, :]), tl.trans(b), input_precision=DOT)
-    missed = tl.sum(tl.where((place + HELD)[:, None] == uu[None, :], lead, 0.0), axis=1)
-    led = tl.load(product + (place + HELD)[:, None] * SIDES + uu[None, :], mask=in_rows, other=0.0)
-    written = tl.sum(led * b, axis=1)
-    d_w = tl.sum(lead * b, axis=1)
-    hr = tl.dot((lead * -w[:, None]).to(dtype), tl.trans((b * w[:, None]).to(dtype)), input_precision=DOT)
     is_pair = place[:, None] == u[None, :]
     pair_is = u[:, None] == place[None, :]
+    dor = tl.dot(tl.load(product + u[:, None] * SIDES + uu[None, :]), tl.trans(b), input_precision=DOT)
+    dzr = tl.dot(tl.load(product + (u + HELD)[:, None] * SIDES + uu[None, :]), tl.trans(b), input_precision=DOT)
+    written = tl.sum(tl.where(pair_is, dzr, 0.0), axis=0)
+    missed = tl.sum(tl.where((place + HELD)[:, None] == uu[None, :], lead, 0.0), axis=1)
+    d_w = tl.sum(lead * b, axis=1)
+    hr = tl.dot((lead * -w[:, None]).to(dtype), tl.trans((b * w[:, None]).to(dtype)), input_precision=DOT)
     fold = tl.where(is_pair, 1.0, 0.0).to(dtype)
     fold_flip = tl.where(pair_is, 1.0, 0.0).to(dtype)
     # How each later token or row sees the write of an earlier row.
