@@ -182,9 +182,6 @@ def backward(
         its = (c & 1) * NUMBERS
         at = (last - c) * 64
         high = length - at
-        soon = now
-        if c + 1 < count:
-            soon = load_token(energies, lam, line, begin, at - 64, i, high + 64, h, H, SHIFT)
         mbarrier.wait(bars[0].index(0), c & 1)
         mbarrier.wait(key_bar[0].index(0), c & 1)
         p = warpgroup_mma(q, x.permute((1, 0)), no_pairs, use_acc=False, is_async=True)
@@ -199,9 +196,10 @@ def backward(
         tma.store_wait(0)
         gl.thread_barrier()
         is_lost = gl.max(lost.load(gl.BlockedLayout([num_warps], [32], [num_warps], [0])), axis=0)
-        gl.store(wild + (slot - c * H), is_lost.to(gl.int8))
+        here = slot - c * H + nil()
+        gl.store(wild + here, is_lost.to(gl.int8))
         if is_lost != 0:
-            gl.store(d_states + _state_offsets(slot - c * H, 0, 1, K, V, state), dS.to(dtype))
+            gl.store(d_states + _state_offsets(here, 0, 1, K, V, state), dS.to(dtype))
         leaves = gl.convert_layout(gl.exp2(inside), gl.SliceLayout(1, state))
         s_E.store((dS * leaves[:, None]).to(dtype))
         mbarrier.wait(bars[3].index(0), c & 1)
@@ -250,12 +248,19 @@ def backward(
         d_y = packed((gain * rec * packed(down).to(gl.float32) * d_m).to(dtype))
         d_gain = (weighed.load(tall).to(gl.float32) * d_m + d_alpha * along(numbers, its + RIDGE, tall)) * rec
         store_gains(d_beta, d_gain, begin + at, h + nil(), column, high, H, V, tall)
+        # Like all that is loaded, of addresses made anew: the loop would remember one for each.
+        hh = h + nil()
+        line = hh.to(gl.int64) * tokens + begin
+        now = load_token(energies, lam, line, begin, at, i, high, hh, H, SHIFT)
+        soon = now
+        if c + 1 < count:
+            soon = load_token(energies, lam, line, begin, at - 64, i, high + 64, hh, H, SHIFT)
+        forgot, gained = _add_up(low_p, d_alpha * gain, d_gain * gain, num_warps, flat)
         q, x, y, do, S, s_E, low_p, low_dp = _views(tiles, key_tile, room, scores, K, V)
         d_q = warpgroup_mma(do, S.permute((1, 0)), no_tile, use_acc=False, is_async=True)
         d_q = warpgroup_mma(low_dp, x, d_q, is_async=True)
         d_x = warpgroup_mma(y, s_E, no_tile, use_acc=False, is_async=True)
         d_x = warpgroup_mma(low_dp.permute((1, 0)), q, d_x, is_async=True)
-        forgot, gained = _add_up(low_p, d_alpha * gain, d_gain * gain, num_warps, flat)
         if c + 1 < count:
             gain = load_gains(beta, begin + at - 64, h + nil(), column, high + 64, H, V, tall)
         energy, ridge, _pair = now
@@ -269,11 +274,10 @@ def backward(
             share += d_ridge * ridge
             d_ridge *= energy
         if d_lam is not None:
-            gl.store(d_lam + (begin + at) * H + h + i * H, d_ridge, mask=i < high)
+            gl.store(d_lam + (begin + at) * H + (h + nil()) + i * H, d_ridge, mask=i < high)
         if ENERGY:
             numbers.index(its + SHARE).store(share)
         keep_token(numbers, ((c + 1) & 1) * NUMBERS, soon, eps, floor, SCALED, DIRECT)
-        now = soon
         d_q, d_x = warpgroup_mma_wait(0, deps=(d_q, d_x))
         # Behind this barrier the products of all warps are done with the tiles.
         gl.thread_barrier()
