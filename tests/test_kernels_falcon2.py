@@ -8,7 +8,7 @@ import torch
 from column_checks import check_compiles_whole, check_one_beta_for_all_columns, check_without_tokens, decays_or_vanishes
 
 import fastweight as fw
-from fastweight.kernels import dispatch, launch_solve_columns, unproven
+from fastweight.kernels import dispatch, launch_hopper, launch_solve_columns, unproven
 from tests.interpreter import run_interpreted
 from tests.kernel_harness import (
     ALLOWED,
@@ -194,6 +194,27 @@ class TestOnDevice:
         cuts = (0, 1, 1, 70, 150)
         check(case("falcon-2", shape=(1, 150, 2, 4, width, width), cuts=cuts, state=True, key=True, mask=True),
               torch.bfloat16, "cuda")  # fmt: skip
+
+    @pytest.mark.parametrize("width", [64, 128])
+    def test_exact_kernels_alone(self, width, monkeypatch):
+        monkeypatch.setenv(launch_hopper.SWITCH, "0")
+        check(case("falcon-2", shape=(2, 70, 1, 2, width, width), state=True, key=True), torch.bfloat16, "cuda")
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+    def test_some_chunks_forget_much(self, dtype):
+        """Some tokens keep nearly nothing, of some columns."""
+        test = case("falcon-2", {"ridge": "scaled"}, shape=(2, 300, 1, 4, 128, 128), ridge=0.05)
+        inputs, around = make(test, dtype, "cuda"), surroundings(test, "cuda")
+        beta, gate = inputs["beta"], inputs["gate"]
+        assert beta is not None
+        assert gate is not None
+        gate[0, 100:130, 1] = 30.0
+        beta[0, 100:130, 1] = torch.linspace(0.5, 0.999, 128, device="cuda")
+        pull = torch.randn(2, 300, 4, 128, device="cuda").to(dtype), torch.randn(2, 4, 128, 128, device="cuda")
+        wide = {name: None if value is None else value.double() for name, value in inputs.items()}
+        ours, theirs = outcome(kernel, test, inputs, around, pull), outcome(judge, test, wide, around, pull)
+        for name, expected in theirs.items():
+            assert (ours[name].double() - expected).norm() <= ALLOWED[dtype] * expected.norm(), name
 
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
     def test_floor_far_below_the_range_of_a_product(self, monkeypatch, dtype):
