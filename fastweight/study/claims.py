@@ -8,11 +8,13 @@ decides nothing. Traps: the spread is that of few seeds; our models are smaller 
 
 from collections.abc import Mapping, Sequence
 from itertools import combinations
+from math import log
 from statistics import mean, stdev
 from typing import NamedTuple
 
 from fastweight.evaluation import paper
 from fastweight.evaluation.outcomes import Outcome
+from fastweight.evaluation.text_outcomes import VALIDATION, TextOutcome
 from fastweight.study.effects import Groups, comparisons, paired
 from fastweight.study.figures import difference
 from fastweight.study.plan import Study
@@ -29,7 +31,15 @@ class Trained(NamedTuple):
     groups: Groups
 
 
-def sentences(studies: Sequence[Trained]) -> list[str]:
+class Read(NamedTuple):
+    """The same of language models."""
+
+    folder: str
+    study: Study
+    groups: Mapping[str, Sequence[TextOutcome]]
+
+
+def sentences(studies: Sequence[Trained], texts: Sequence[Read] = ()) -> list[str]:
     """A line for each claim that a study speaks of."""
     lines = []
     for one in studies:
@@ -38,6 +48,25 @@ def sentences(studies: Sequence[Trained]) -> list[str]:
             lines += [f"* {place}: {told}" for told in _table_3(one.groups)]
         told = _pairing(one) or _gains(one)
         lines += [f"* {place}: {told}"] if told else []
+    for text in texts:
+        lines += [f"* [{text.folder}](#{text.folder}): {told}" for told in _losses(text.groups)]
+    return lines
+
+
+def _losses(groups: Mapping[str, Sequence[TextOutcome]]) -> list[str]:
+    """Validation losses against the Transformer's, where the paper has the model."""
+    losses = {arm: {o.seed: o.scores[VALIDATION]["loss"] for o in group} for arm, group in groups.items()}
+    theirs, lines = losses.get("transformer", {}), []
+    for arm, ours in losses.items():
+        if arm == "transformer" or arm not in paper.PERPLEXITY or not theirs:
+            continue
+        ahead = [theirs[seed] - loss for seed, loss in ours.items() if seed in theirs]
+        spreads = [stdev(values) if len(values) > 1 else None for values in (ours.values(), theirs.values())]
+        papers = log(paper.PERPLEXITY[arm][2] / paper.PERPLEXITY["transformer"][2])
+        lines.append(
+            f"{arm} below the Transformer in validation loss: **{_decided(ahead, spreads)}** "
+            f"({difference([-value for value in ahead], 3)} nats, {_seeds(ahead)}; paper: {papers:+.3f})."
+        )
     return lines
 
 
@@ -49,8 +78,12 @@ def is_addition(one: Trained) -> bool:
 
 def verdict(ours: Sequence[Outcome], theirs: Sequence[Outcome], measure: str, longer: bool) -> str:
     """Whether `ours` is ahead of `theirs`."""
-    values = paired(ours, theirs, measure, longer)
     spreads = [_spread(group, measure, longer) for group in (ours, theirs)]
+    return _decided(paired(ours, theirs, measure, longer), spreads)
+
+
+def _decided(values: Sequence[float], spreads: Sequence[float | None]) -> str:
+    """Of differences seed by seed, and the spreads of both arms."""
     if len(values) < 2 or None in spreads:
         return OPEN
     margin, limit = mean(values), max(spread or 0.0 for spread in spreads)
@@ -64,8 +97,11 @@ def _spread(group: Sequence[Outcome], measure: str, longer: bool) -> float | Non
 
 def _against(ours: Sequence[Outcome], theirs: Sequence[Outcome], measure: str, longer: bool) -> str:
     values = paired(ours, theirs, measure, longer)
-    seeds = f"{len(values)} seed{'s' * (len(values) != 1)}"
-    return f"{difference([100 * value for value in values], 1)} points, {seeds}"
+    return f"{difference([100 * value for value in values], 1)} points, {_seeds(values)}"
+
+
+def _seeds(values: Sequence[float]) -> str:
+    return f"{len(values)} seed{'s' * (len(values) != 1)}"
 
 
 def _table_3(groups: Groups) -> list[str]:

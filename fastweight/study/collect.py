@@ -21,7 +21,7 @@ from fastweight.evaluation.outcomes import Outcome, outcome_from
 from fastweight.evaluation.page import html_page, markdown_table
 from fastweight.evaluation.text_outcomes import TextOutcome
 from fastweight.files import write_text
-from fastweight.study.claims import Trained, is_addition, sentences
+from fastweight.study.claims import Read, Trained, is_addition, sentences
 from fastweight.study.figures import spread
 from fastweight.study.plan import Study
 from fastweight.study.report import by_arm, kinds
@@ -40,7 +40,7 @@ def collect(results: Path) -> str:
     studies, texts = _studies(results)
     parts = ["# Results", INTRODUCTION, *(f"* [{title}](#{name})" for name, title in titles.items())]
     parts = ["\n\n".join(parts[:2]), "\n".join(parts[2:]), "## Beside the paper", *_beside(studies, texts)]
-    claims = sentences(studies)
+    claims = sentences(studies, texts)
     parts += [CLAIMS, "\n".join(claims)] if claims else []
     parts += [_section(text, name, titles[name]) for name, text in pages.items()]
     parts += ["## Open", _open(results, studies)]
@@ -94,7 +94,7 @@ def _section(text: str, folder: str, title: str) -> str:
     return f'<a id="{folder}"></a>\n\n{text}'
 
 
-def _studies(results: Path) -> tuple[list[Trained], list[tuple[str, Study, list[TextOutcome]]]]:
+def _studies(results: Path) -> tuple[list[Trained], list[Read]]:
     """All studies of drawn problems, and those of language models."""
     drawn, texts = [], []
     for file in sorted(results.glob("*/study.json")):
@@ -102,13 +102,13 @@ def _studies(results: Path) -> tuple[list[Trained], list[tuple[str, Study, list[
         study, outcomes = Study(**told["study"]), [outcome_from(raw) for raw in told["outcomes"]]
         of_text, others = kinds(outcomes)
         if of_text:
-            texts.append((file.parent.name, study, of_text))
+            texts.append(Read(file.parent.name, study, by_arm(study, of_text)))
         else:
             drawn.append(Trained(file.parent.name, study, by_arm(study, others)))
     return drawn, texts
 
 
-def _beside(studies: Sequence[Trained], texts: Sequence[tuple[str, Study, list[TextOutcome]]]) -> list[str]:
+def _beside(studies: Sequence[Trained], texts: Sequence[Read]) -> list[str]:
     """The paper's tables, each once for every study of ours that has its models."""
     parts = [ADDITION]
     for one in [one for one in studies if is_addition(one)] or [None]:
@@ -117,11 +117,11 @@ def _beside(studies: Sequence[Trained], texts: Sequence[tuple[str, Study, list[T
         rows = [_addition_row(name, groups.get(name, [])) for name in names]
         parts += [*([] if one is None else [_where(one.folder, groups)]), markdown_table(ADDITION_HEAD, rows)]
     parts.append(LANGUAGE)
-    for found in [found for found in texts if any(arm in paper.PERPLEXITY for arm in found[1].arms)] or [None]:
-        ours = {} if found is None else by_arm(found[1], found[2])
+    for one in [one for one in texts if any(arm in paper.PERPLEXITY for arm in one.groups)] or [None]:
+        ours = {} if one is None else one.groups
         names = [*paper.PERPLEXITY, *(arm for arm in ours if arm not in paper.PERPLEXITY)]
         rows = [_language_row(name, ours.get(name, [])) for name in names]
-        parts += [*([] if found is None else [_where(found[0], ours)]), markdown_table(LANGUAGE_HEAD, rows)]
+        parts += [*([] if one is None else [_where(one.folder, ours)]), markdown_table(LANGUAGE_HEAD, rows)]
     return parts
 
 
