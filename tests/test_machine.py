@@ -216,9 +216,9 @@ CHANGED = [
     ("if at >= SHIFT:", "if at >= 0:"),  # a copy out begins at row -1
     ("mask=(i > 0) & (i <= length)", "mask=i <= length"),  # the row before the first
     ("warpgroup_mma_wait(1, deps=(d_x, d_q, d_y))", "warpgroup_mma_wait(2, deps=(d_x, d_q, d_y))"),
-    ("[n, at, h * V], rings[2]", "[n, at - SHIFT, h * V], rings[2]"),
-    ("s ^ 1, coords, c + 1 < count)", "s, coords, c + 1 < count)"),
-    ("c + 1 < count)\n        q.store", "c + 1 <= count)\n        q.store"),  # nobody waits for the last state
+    ("[n, at, h * V], s_dy", "[n, at - SHIFT, h * V], s_dy"),
+    ("ahead_state = ((slot - (c + 1) * H) * K, 0)", "ahead_state = ((slot - c * H) * K, 0)"),  # its own again
+    ("(n, ahead, h * V)), c + 1 < count)", "(n, ahead, h * V)), c + 1 <= count)"),  # nobody waits for the last tiles
 ]
 
 

@@ -124,6 +124,16 @@ def _load_gates(beta, lam, at, i, high, first, h, H: gl.constexpr, SHIFT: gl.con
 
 
 @gluon.jit
+def _views(tiles, key_tile, value_tile, state_ring, room, scores, K: gl.constexpr, V: gl.constexpr):
+    """Tiles of q, x, y, dO, S, dS, P and dP, as found from here on: what was found before need not be remembered."""
+    q = tiles[0].index(nil()).reshape([64, K])
+    x = key_tile[0].index(nil()).reshape([64, K])
+    y = value_tile[0].index(nil()).reshape([64, V])
+    do = tiles[1].index(nil()).reshape([64, V])
+    return q, x, y, do, state_ring[0].index(nil()), room.index(nil()), scores.index(nil()), scores.index(nil() + 1)
+
+
+@gluon.jit
 def _gates(
     given, d_beta, d_lam, i, high, first, h, d_w, d_log, energy, eps, floor,
     H: gl.constexpr, RAW: gl.constexpr, SCALED: gl.constexpr, DIRECT: gl.constexpr,
@@ -184,9 +194,14 @@ def backward(
     slot = (n * chunks + last) * H + h
     key_at = h // (H // KH) * K
 
-    descs = (q_desc, k_desc, v_desc, d_o_desc)
-    rings, bars = rings_of(descs, 2)
+    descs = (q_desc, d_o_desc)
+    tiles, bars = rings_of(descs, 1)
+    key_tile, key_bar = rings_of((k_desc,), 1)
+    value_tile, value_bar = rings_of((v_desc,), 1)
     state_ring, state_bars = rings_of((states_desc,), 1)
+    s_dq = gl.allocate_shared_memory(dtype, d_q_desc.block_shape, d_q_desc.layout)
+    s_dx = gl.allocate_shared_memory(dtype, d_k_desc.block_shape, d_k_desc.layout)
+    s_dy = gl.allocate_shared_memory(dtype, d_v_desc.block_shape, d_v_desc.layout)
     room = gl.allocate_shared_memory(dtype, [1, K, V], gl.NVMMASharedLayout.get_default_for([K, V], dtype))
     scores = gl.allocate_shared_memory(dtype, [2, 64, 64], square)
     before = gl.allocate_shared_memory(gl.bfloat16, [64, 64], square)
@@ -195,8 +210,9 @@ def backward(
     numbers = gl.allocate_shared_memory(gl.float32, [6, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     before.store(gl.where(_apart(pairs) > 0, 1.0, 0.0).to(gl.bfloat16))
     at = last * 64
-    coords = (n, at, key_at), (n, at - SHIFT, key_at), (n, at, h * V), (n, at, h * V)
-    fetch(descs, rings, bars, 0, coords, count > 0)
+    fetch(descs, tiles, bars, 0, ((n, at, key_at), (n, at, h * V)), count > 0)
+    fetch((k_desc,), key_tile, key_bar, 0, ((n, at - SHIFT, key_at),), count > 0)
+    fetch((v_desc,), value_tile, value_bar, 0, ((n, at, h * V),), count > 0)
     fetch((states_desc,), state_ring, state_bars, 0, ((slot * K, 0),), count > 0)
     i = gl.arange(0, 64, layout=flat)
     soon = load_rates(weight, decay, line, at, length - at, i, not BEFORE)
@@ -211,14 +227,7 @@ def backward(
     no_tile = gl.zeros([64, K], gl.float32, tile)
 
     for c in range(0, count):
-        s = c & 1
-        phase = (c // 2) & 1
-        q = rings[0].index(s).reshape([64, K])
-        x = rings[1].index(s).reshape([64, K])
-        y = rings[2].index(s).reshape([64, V])
-        do = rings[3].index(s).reshape([64, V])
-        S = state_ring[0].index(nil())
-        s_dS = room.index(nil())
+        q, x, y, do, S, s_dS, low_p, low_dp = _views(tiles, key_tile, value_tile, state_ring, room, scores, K, V)
         at = (last - c) * 64
         high = length - at
         later = soon
@@ -227,19 +236,16 @@ def backward(
         first = n.to(gl.int64) * length + at
         given = _load_gates(beta, lam, at, i, high, first, h, H, SHIFT, RAW)
         carry = gl.exp2(g_last)
-        mbarrier.wait(bars[0].index(s), phase)
-        mbarrier.wait(bars[1].index(s), phase)
+        mbarrier.wait(bars[0].index(0), c & 1)
+        mbarrier.wait(key_bar[0].index(0), c & 1)
         p = warpgroup_mma(q, x.permute((1, 0)), no_pairs, use_acc=False, is_async=True)
-        mbarrier.wait(bars[2].index(s), phase)
-        mbarrier.wait(bars[3].index(s), phase)
+        mbarrier.wait(value_bar[0].index(0), c & 1)
+        mbarrier.wait(bars[1].index(0), c & 1)
         dp = warpgroup_mma(do, y.permute((1, 0)), no_pairs, use_acc=False, is_async=True)
         # Behind this barrier every warp is done with the chunk before.
         tma.store_wait(0)
         gl.thread_barrier()
         next_last = _keep(numbers, (c + 1) & 1, soon, BEFORE)
-        ahead = at - 64
-        coords = (n, ahead, key_at), (n, ahead - SHIFT, key_at), (n, ahead, h * V), (n, ahead, h * V)
-        fetch(descs, rings, bars, s ^ 1, coords, c + 1 < count)
         s_dS.store(dS.to(dtype))
         fence_async_shared()
         gl.thread_barrier()
@@ -252,8 +258,8 @@ def backward(
         power = _down(numbers, c & 1, READ_DECAY, pairs)[:, None] - _across(numbers, c & 1, DECAY, pairs)[None, :]
         felt = fade(reads, power)
         seen = felt * _across(numbers, c & 1, STEP, pairs)[None, :]
-        scores.index(nil()).store((p * seen).to(dtype))
-        scores.index(nil() + 1).store((dp * seen).to(dtype))
+        low_p.store((p * seen).to(dtype))
+        low_dp.store((dp * seen).to(dtype))
         felt = p * dp * felt
         d_w = _by_warps(felt, 4)
         felt_low = (felt * _across(numbers, c & 1, STEP, pairs)[None, :]).to(gl.bfloat16)
@@ -263,6 +269,7 @@ def backward(
         d_q, d_y = warpgroup_mma_wait(0, deps=(d_q, d_y))
         # Behind this barrier the state has been read, and the scores are there.
         gl.thread_barrier()
+        q, x, y, do, S, s_dS, low_p, low_dp = _views(tiles, key_tile, value_tile, state_ring, room, scores, K, V)
         ahead_state = ((slot - (c + 1) * H) * K, 0)
         if EARLY:
             fetch((states_desc,), state_ring, state_bars, 0, (ahead_state,), c + 1 < count)
@@ -274,21 +281,23 @@ def backward(
         fence_async_shared()
         d_q *= gl.exp2(_down(numbers, c & 1, READ_DECAY, tile))[:, None]
         row_read = _by_warps(d_q * q.load(tile).to(gl.float32), WIDE)
-        d_q = warpgroup_mma(scores.index(nil() + 1), x, d_q, is_async=True)
+        d_q = warpgroup_mma(low_dp, x, d_q, is_async=True)
         last_of = gl.exp2(g_last - _down(numbers, c & 1, DECAY, tile))
         met = _by_warps(d_y * y.load(tile).to(gl.float32), WIDE)
         kept = last_of * _down(numbers, c & 1, STEP, tile)
-        d_y = warpgroup_mma(scores.index(nil()).permute((1, 0)), do, d_y * kept[:, None], is_async=True)
+        d_y = warpgroup_mma(low_p.permute((1, 0)), do, d_y * kept[:, None], is_async=True)
         read = q.permute((1, 0)).load(tall).to(gl.float32) * gl.exp2(_across(numbers, c & 1, READ_DECAY, tall))[None, :]
         read = gl.convert_layout(read.to(dtype), gl.DotOperandLayout(0, tall, 2))
         dS = warpgroup_mma(read, do, dS * carry, is_async=True)
         d_x, d_q, d_y = warpgroup_mma_wait(1, deps=(d_x, d_q, d_y))
-        d_x = warpgroup_mma(scores.index(nil() + 1).permute((1, 0)), q, d_x * kept[:, None], is_async=True)
-        low_d_q = d_q.to(dtype)
-        low_d_y = d_y.to(dtype)
+        d_x = warpgroup_mma(low_dp.permute((1, 0)), q, d_x * kept[:, None], is_async=True)
+        s_dq.reshape([64, K]).store(d_q.to(dtype))
+        s_dy.reshape([64, V]).store(d_y.to(dtype))
         gl.thread_barrier()
+        ahead = at - 64
+        fetch((v_desc,), value_tile, value_bar, 0, ((n, ahead, h * V),), c + 1 < count)
         felt = warpgroup_mma(crossing, before.permute((1, 0)), no_pairs, use_acc=False, is_async=True)
-        sums = scores.index(nil())  # nobody needs those scores from here on
+        sums = low_p  # nobody needs those scores from here on
         _put(sums, OF_STEPS, d_w)
         _put(sums, OF_READS, row_read)
         _put(sums, OF_WRITES, met)
@@ -319,27 +328,26 @@ def backward(
             lines.index(SHARE).store(share)
             share = lines.index(SHARE).load(gl.SliceLayout(1, tile))
             d_x += 2 * share[:, None] * x.load(tile).to(gl.float32)
-        # Behind this barrier the products of all warps are done with the tiles.
+        s_dx.reshape([64, K]).store(d_x.to(dtype))
+        fence_async_shared()
+        # Behind this barrier the products of all warps are done with the tiles, and the gradients are there.
         gl.thread_barrier()
+        fetch(descs, tiles, bars, 0, ((n, ahead, key_at), (n, ahead, h * V)), c + 1 < count)
+        fetch((k_desc,), key_tile, key_bar, 0, ((n, ahead - SHIFT, key_at),), c + 1 < count)
         if not EARLY:
             fetch((states_desc,), state_ring, state_bars, 0, (ahead_state,), c + 1 < count)
-        q.store(low_d_q)
-        x.store(d_x.to(dtype))
-        y.store(low_d_y)
-        fence_async_shared()
-        gl.thread_barrier()
-        tma.async_copy_shared_to_global(d_q_desc, [n, at, h * K], rings[0].index(s))
+        tma.async_copy_shared_to_global(d_q_desc, [n, at, h * K], s_dq)
         if at >= SHIFT:
-            tma.async_copy_shared_to_global(d_k_desc, [n, at - SHIFT, h * K], rings[1].index(s))
-        tma.async_copy_shared_to_global(d_v_desc, [n, at, h * V], rings[2].index(s))
+            tma.async_copy_shared_to_global(d_k_desc, [n, at - SHIFT, h * K], s_dx)
+        tma.async_copy_shared_to_global(d_v_desc, [n, at, h * V], s_dy)
         g_last = next_last
         soon = later
     if SHIFT:
-        _edges(
-            d_k, rings[1].index((count - 1) & 1).reshape([64, K]), n, h, start, count, chunks, length, H, K, num_warps
-        )
+        _edges(d_k, s_dx.reshape([64, K]), n, h, start, count, chunks, length, H, K, num_warps)
     tma.store_wait(0)
     if d_state0 is not None:
         gl.store(d_state0 + _state_offsets(seg, h, H, K, V, state), dS)
     keep_barriers(bars)
+    keep_barriers(key_bar)
+    keep_barriers(value_bar)
     keep_barriers(state_bars)
