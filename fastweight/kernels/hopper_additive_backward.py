@@ -242,9 +242,7 @@ def backward(
         mbarrier.wait(value_bar[0].index(0), c & 1)
         mbarrier.wait(bars[1].index(0), c & 1)
         dp = warpgroup_mma(do, y.permute((1, 0)), no_pairs, use_acc=False, is_async=True)
-        # Behind this barrier every warp is done with the chunk before.
         tma.store_wait(0)
-        gl.thread_barrier()
         next_last = _keep(numbers, (c + 1) & 1, soon, BEFORE)
         s_dS.store(dS.to(dtype))
         fence_async_shared()

@@ -183,9 +183,10 @@ def forward(
             qt = rings[2].index(s).reshape([64, K])
             mbarrier.wait(bars[2].index(s), phase)
             p = warpgroup_mma(qt, x.permute((1, 0)), none, use_acc=False, is_async=True)
-        _put_numbers(numbers, x, ridge, energies, at, high, line, eps, floor, block == 0, SHIFT, SCALED, DIRECT)
+        _put_numbers(numbers, x, ridge, energies, at, high, line + nil(), eps, floor, block == 0, SHIFT, SCALED, DIRECT)
         if c + 1 < count:
-            ridge = load_head(lam, begin + at + 64, i, h, H, i < high - 64, 0.0)
+            # Of addresses made anew, here and below: the loop would remember one for each.
+            ridge = load_head(lam, begin + at + 64, i, h + nil(), H, i < high - 64, 0.0)
         # Behind this barrier every warp is done with the chunk before, and the numbers are there.
         tma.store_wait(0)
         gl.thread_barrier()
@@ -223,7 +224,7 @@ def forward(
         past = gl.convert_layout(total - inside if READS else total, gl.SliceLayout(1, wide))
         S = warpgroup_mma(m, x, S * gl.exp2(past)[:, None], is_async=True)
         if c + 1 < count:
-            gain = load_gains(beta, begin + at + 64, h, column, high - 64, H, V, ACC)
+            gain = load_gains(beta, begin + at + 64, h + nil(), column, high - 64, H, V, ACC)
         if READS:
             out, S = warpgroup_mma_wait(0, deps=[out, S])
             S *= gl.exp2(gl.convert_layout(inside, gl.SliceLayout(1, wide)))[:, None]

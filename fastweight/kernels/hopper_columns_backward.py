@@ -192,9 +192,7 @@ def backward(
         inside = gl.sum(passed.to(gl.float32), axis=1)
         is_lost = (gl.min(log_decay, axis=1) < LEAST_CARRY) | (total < TAME)
         lost.store(gl.max(gl.reshape(is_lost.to(gl.int32), [num_warps, V // num_warps]), axis=1))
-        # Behind this barrier every warp is done with the chunk before.
         tma.store_wait(0)
-        gl.thread_barrier()
         is_lost = gl.max(lost.load(gl.BlockedLayout([num_warps], [32], [num_warps], [0])), axis=0)
         here = slot - c * H + nil()
         gl.store(wild + here, is_lost.to(gl.int8))
