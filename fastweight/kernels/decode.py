@@ -188,23 +188,30 @@ def step(
     last = (h == 0) & (block == 0)
     query = tl.load(q + n * row_q + kh * K + ck, mask=in_k, other=0.0).to(tl.float32)
     first = S
-    kept = S * carry
     if REGRESSION and RAW:
-        S = kept  # the delta rules' residual is taken on the decayed state
+        S *= carry  # the delta rules' residual is taken on the decayed state
     targets = ()
+    errors = ()
     for r in tl.static_range(WINDOW - 1):
         there = r >= WINDOW - 1 - count
-        place = n * (WINDOW - 1) + r
-        x_r = tl.load(tail_x0 + (place * KH + kh) * K + ck, mask=in_k & there & wrote, other=0.0)
-        y_r = tl.load(tail_y0 + (place * H + h) * V + cv, mask=in_v & there, other=0.0)
+        y_r = tl.load(tail_y0 + ((n * (WINDOW - 1) + r) * H + h) * V + cv, mask=in_v & there, other=0.0)
         targets = targets + (y_r,)  # noqa: RUF005 (Triton knows no star)
         if REGRESSION:
+            x_r = tl.load(tail_x0 + ((n * (WINDOW - 1) + r) * KH + kh) * K + ck, mask=in_k & there & wrote, other=0.0)
             y_r -= tl.sum(S * x_r[:, None], axis=0)
-        kept += x_r[:, None] * (gain * y_r)[None, :]
+        errors = errors + (y_r,)  # noqa: RUF005
     targets = targets + (y,)  # noqa: RUF005
     if REGRESSION:
         y -= tl.sum(S * x[:, None], axis=0)
-    kept += x[:, None] * (gain * y)[None, :]
+    if not (REGRESSION and RAW):
+        S *= carry
+    for r in tl.static_range(WINDOW - 1):
+        # Read a second time (from the cache, and said to be another load), so that no key is held meanwhile.
+        there = r >= WINDOW - 1 - count
+        at = tail_x0 + ((n * (WINDOW - 1) + r) * KH + kh) * K + ck
+        x_r = tl.load(at, mask=in_k & there & wrote, other=0.0, cache_modifier=".ca")
+        S += x_r[:, None] * (gain * errors[r])[None, :]
+    kept = S + x[:, None] * (gain * y)[None, :]
     out = tl.sum((first if BEFORE else kept) * query[:, None], axis=0)
     tl.store(S1 + state, kept, mask=in_state)
     tl.store(o + (n * H + h) * V + cv, out.to(o.dtype.element_ty), mask=in_v)

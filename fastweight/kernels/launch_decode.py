@@ -19,6 +19,7 @@ from fastweight.kernels.eager import nobody_listens
 from fastweight.kernels.launch import device_of, start
 
 ELEMENTS = 4096  # of a state held by one program
+REGISTERS = 80  # of a thread, for six programs of a window a multiprocessor
 
 
 class Parts(NamedTuple):
@@ -98,7 +99,7 @@ def _launch(given: tuple, old: Parts, new: Parts, tickets: Tensor | None, flags:
     q, k, v, beta, lam, mask = given
     (B, H, V), (KH, K) = v.shape, q.shape[1:]
     o = torch.empty(B, H, V, dtype=v.dtype, device=v.device)
-    tile = tile_of(K, V)
+    tile = tile_of(K, V, old.tail_x.shape[1] + 1)
     grid = B * H * triton.cdiv(V, tile["BV"])
     rows = [_dense_rows(tensor) for tensor in (q, k, v)]
     gates = [None if gate is None else gate.contiguous() for gate in (beta, lam)]
@@ -125,11 +126,14 @@ def _launch(given: tuple, old: Parts, new: Parts, tickets: Tensor | None, flags:
     return o
 
 
-def tile_of(K: int, V: int) -> dict[str, Any]:
-    """All of K, and as many value columns as make one program's share; from widths only."""
+def tile_of(K: int, V: int, window: int) -> dict[str, Any]:
+    """All of K, and as many value columns as make one program's share; from widths and window only.
+
+    With a window a program waits longer between its loads and its stores: what hides that are more programs at once.
+    """
     BK = triton.next_power_of_2(K)
     BV = min(triton.next_power_of_2(V), max(8, ELEMENTS // BK))
-    return {"BK": BK, "BV": BV, "num_warps": 4}
+    return {"BK": BK, "BV": BV, "num_warps": 4, "maxnreg": REGISTERS if 1 < window <= 4 else None}
 
 
 def _dense_rows(tensor: Tensor) -> Tensor:
