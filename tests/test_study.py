@@ -394,13 +394,13 @@ def test_claims_are_computed_whatever_they_say():
     study = Study("sums", "", "addition-small", {arm: [] for arm in groups}, "transformer", seeds=2)
     told = "\n".join(sentences([Trained("sums", study, groups)]))
     for name, word, by in (
-        ("falcon-3a.3", "holds", "+30.0 ± 0.0 points, 2 seeds; paper: +21.4"),
-        ("mamba2", "refuted", "-40.0 ± 0.0 points, 2 seeds; paper: +9.4"),
-        ("falcon-1a.3", "not decided", "+3.0 ± 3.0 points, 2 seeds; paper: +20.1"),
-        ("retnet", "not decided", "+40.0 points, 1 seed; paper: +17.1"),
+        ("falcon-3a.3", "(+21.4): **holds**", "+30.0 ± 0.0 points, 2 seeds"),
+        ("mamba2", "(+9.4): **refuted**", "-40.0 ± 0.0 points, 2 seeds"),
+        ("falcon-1a.3", "(+20.1): **not decided**", "+3.0 ± 3.0 points, 2 seeds"),
+        ("retnet", "(+17.1): **not decided**", "+40.0 points, 1 seed"),
     ):
-        assert f"[sums](#sums): {name} above the Transformer on longer sums: **{word}** ({by})." in told
-    assert "pair by pair of 5 models: 4 holds, 1 refuted, 5 not decided." in told
+        assert f"[sums](#sums): {name} above the Transformer on longer sums, as in the paper {word} ({by})." in told
+    assert "pair by pair of 5 models: 4 as there, 1 the other way, 5 not decided." in told
     assert "digits by -25.0 (transformer)" in told
     assert sentences([Trained("sums", replace(study, scored="validation"), groups)]) == []
     cells = {"next, after": ahead, "same, after": behind}

@@ -6,6 +6,7 @@ decides nothing. Traps: the spread is that of few seeds; our models are smaller 
 "holds" speaks of ours.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import combinations
 from math import log
@@ -63,9 +64,10 @@ def _losses(groups: Mapping[str, Sequence[TextOutcome]]) -> list[str]:
         ahead = [theirs[seed] - loss for seed, loss in ours.items() if seed in theirs]
         spreads = [stdev(values) if len(values) > 1 else None for values in (ours.values(), theirs.values())]
         papers = log(paper.PERPLEXITY[arm][2] / paper.PERPLEXITY["transformer"][2])
+        way, claimed = ("below", ahead) if papers < 0 else ("above", [-value for value in ahead])
         lines.append(
-            f"{arm} below the Transformer in validation loss: **{_decided(ahead, spreads)}** "
-            f"({difference([-value for value in ahead], 3)} nats, {_seeds(ahead)}; paper: {papers:+.3f})."
+            f"{arm} {way} the Transformer in validation loss, as in the paper ({papers:+.3f} nats): "
+            f"**{_decided(claimed, spreads)}** ({difference([-value for value in ahead], 3)}, {_seeds(ahead)})."
         )
     return lines
 
@@ -111,10 +113,8 @@ def _table_3(groups: Groups) -> list[str]:
         ours = groups.get(name, [])
         if ours and theirs:
             papers = paper.ADDITION[name].longer - paper.ADDITION["transformer"].longer
-            told = f"{_against(ours, theirs, 'exact', True)}; paper: {papers:+.1f}"
-            lines.append(
-                f"{name} above the Transformer on longer sums: **{verdict(ours, theirs, 'exact', True)}** ({told})."
-            )
+            told = f"**{verdict(ours, theirs, 'exact', True)}** ({_against(ours, theirs, 'exact', True)})"
+            lines.append(f"{name} above the Transformer on longer sums, as in the paper ({papers:+.1f}): {told}.")
     both = [name for name in paper.ADDITION if means.get(name) is not None]
     if len(both) > 2:
         lines.append(_order(groups, both))
@@ -128,11 +128,11 @@ def _table_3(groups: Groups) -> list[str]:
 
 def _order(groups: Groups, names: Sequence[str]) -> str:
     """How many pairs of models stand as in the paper's Table 3."""
-    words = {HOLDS: 0, REFUTED: 0, OPEN: 0}
+    found = Counter()
     for one, other in combinations(names, 2):
         first, second = sorted((one, other), key=lambda name: -paper.ADDITION[name].longer)
-        words[verdict(groups[first], groups[second], "exact", True)] += 1
-    told = ", ".join(f"{count} {word}" for word, count in words.items())
+        found[verdict(groups[first], groups[second], "exact", True)] += 1
+    told = f"{found[HOLDS]} as there, {found[REFUTED]} the other way, {found[OPEN]} not decided"
     return f"the order of Table 3, pair by pair of {len(names)} models: {told}."
 
 
@@ -185,9 +185,8 @@ def _gains(one: Trained) -> str:
 
 def _measure(one: Trained) -> tuple[str, bool]:
     """What a study is judged by: whole sums or single answers, on longer problems where there are any."""
-    outcomes: Mapping[str, Sequence[Outcome]] = one.groups
-    measure = "exact" if one.study.recipe.startswith("addition") else "token"
-    return measure, any(o.mean(measure, True) is not None for group in outcomes.values() for o in group)
+    measure = one.study.judged_by
+    return measure, any(o.mean(measure, True) is not None for group in one.groups.values() for o in group)
 
 
 def _mean(group: Sequence[Outcome], measure: str) -> float | None:

@@ -61,6 +61,11 @@ class Study:
         """The recipe of one arm and seed; ValueError for settings that the recipe does not know."""
         return load_recipe(self.recipe, [*self.settings, *self.arms[arm], f"training.seed={seed}"])
 
+    @property
+    def judged_by(self) -> str:
+        """The first measure of drawn problems: of sums whole answers, as in the paper, else single ones."""
+        return "exact" if self.recipe.startswith("addition") else "token"
+
     def told(self) -> dict[str, Any]:
         """Plain data for a report, without where data lies, which says nothing to others."""
         settings = [setting for setting in self.settings if not setting.startswith("task.data=")]

@@ -108,7 +108,7 @@ def _told(study: Study, outcomes: Sequence[Outcome]) -> str:
 def _tables(study: Study, outcomes: Sequence[Outcome]) -> list[str]:
     """Tables of each measure over the outcomes that have it; outcomes of another study may have fewer."""
     parts = []
-    for measure in MEASURES:
+    for measure in sorted(MEASURES, key=lambda measure: measure != study.judged_by):
         groups = by_arm(study, [o for o in outcomes if measure in o.shares])
         if not groups:
             continue
@@ -152,8 +152,7 @@ def _draw(study: Study, outcomes: Outcomes, path: Path) -> None:
     if texts:
         text_report.draw(by_arm(study, texts), path)
     else:
-        measure = "exact" if any("generated" in o.shares for o in drawn) else "token"
-        picture.draw(by_arm(study, drawn), measure, MEASURES[measure], path)
+        picture.draw(by_arm(study, drawn), study.judged_by, MEASURES[study.judged_by], path)
 
 
 def kinds(outcomes: Outcomes) -> tuple[list[TextOutcome], list[Outcome]]:
