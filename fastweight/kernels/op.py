@@ -7,7 +7,8 @@ calls the operator, or in eager mode the same functions without the dispatcher, 
 Saved for the backward pass, per token and value head, besides the inputs: 8 bytes of step and log-decay, V elements of
 residual and 64 of inverse (regression only), and K V / 64 of chunk states (K V / (65 - R) with a window of R). With
 `rebuild` (regression only) of the chunk states only each sequence's first: the rest is made again from the residuals.
-Regression over a window works in blocks of 64 / R tokens: it keeps their maps, not residual and inverse; K V R / 64.
+Regression over a window works in blocks of 48 to 60 tokens; it keeps their maps, 2^14 elements, and 3 + R facts of
+tokens, but no residual and no inverse.
 
 Traps: an operator may not return None or one of its inputs, so what is not wanted comes back empty, and states are new.
 """
