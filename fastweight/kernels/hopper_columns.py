@@ -195,6 +195,8 @@ def forward(
         fetch(descs, rings, bars, (c + STAGES - 1) % STAGES, coords, c + STAGES - 1 < count)
         if READS:
             leaving.permute((1, 0)).store(S.to(dtype))
+            p = warpgroup_mma_wait(0, deps=[p])
+            scores.store(gl.where(apart() >= 0, p, 0.0).to(dtype))
         log_decay = log_decays(gain, along(numbers, RHO, ACC), floor)
         if not READS:
             log_decay = gl.maximum(log_decay, LEAST)
@@ -206,8 +208,6 @@ def forward(
         passed_on += total
         gain *= along(numbers, REC, ACC)
         if READS:
-            p = warpgroup_mma_wait(1, deps=[p])
-            scores.store(gl.where(apart() >= 0, p, 0.0).to(dtype))
             fence_async_shared()
         g = warpgroup_mma_wait(0, deps=[g])
         mbarrier.wait(bars[1].index(s), phase)

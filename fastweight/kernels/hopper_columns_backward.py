@@ -53,6 +53,7 @@ from fastweight.kernels.hopper_columns import (
 from fastweight.kernels.hopper_parts import LINE, SHARED, nil
 from fastweight.kernels.hopper_walk import fetch, keep_barriers, rings_of, span, whose
 
+STRIPS = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 8, order=[1, 0]))  # an accumulator's rows miss each other's banks
 LEAST_CARRY = gl.constexpr(-8.0)  # log2: what cancels to 1e-7 of what is added may be multiplied by 2^8
 SHARE = gl.constexpr(3)  # row of a chunk's numbers, behind those of hopper_columns.py: the gradient of the energy
 
@@ -150,10 +151,10 @@ def backward(
     descs = (q_desc, v_desc, d_o_desc, states_desc)
     tiles, bars = rings_of(descs, 1)
     key_tile, key_bar = rings_of((k_desc,), 1)
-    s_dq = gl.allocate_shared_memory(dtype, d_q_desc.block_shape, d_q_desc.layout)
-    s_dx = gl.allocate_shared_memory(dtype, d_k_desc.block_shape, d_k_desc.layout)
+    # Gradients of q, x and y, and before them gains and 2^-g; w. Registers have no place for these meanwhile.
+    leaving = gl.allocate_shared_memory(dtype, [2] + d_q_desc.block_shape, d_q_desc.layout)
     s_dy = gl.allocate_shared_memory(dtype, d_v_desc.block_shape, d_v_desc.layout)
-    weighed = gl.allocate_shared_memory(dtype, [V, 64], SHARED)  # w, for which registers have no place
+    weighed = gl.allocate_shared_memory(dtype, [V, 64], SHARED)
     room = gl.allocate_shared_memory(dtype, [1, V, K], gl.NVMMASharedLayout.get_default_for([V, K], dtype))
     scores = gl.allocate_shared_memory(dtype, [2, 64, 64], SHARED)
     numbers = gl.allocate_shared_memory(gl.float32, [2 * NUMBERS, 64], LINE)
@@ -193,6 +194,8 @@ def backward(
         is_lost = (gl.min(log_decay, axis=1) < LEAST_CARRY) | (total < TAME)
         lost.store(gl.max(gl.reshape(is_lost.to(gl.int32), [num_warps, V // num_warps]), axis=1))
         tma.store_wait(0)
+        gl.thread_barrier()
+        leaving._reinterpret(gl.float32, [V, 64], STRIPS).store(gain)
         is_lost = gl.max(lost.load(gl.BlockedLayout([num_warps], [32], [num_warps], [0])), axis=0)
         here = slot - c * H + nil()
         gl.store(wild + here, is_lost.to(gl.int8))
@@ -212,7 +215,7 @@ def backward(
         down = gl.exp2(-g)
         w = (y.permute((1, 0)).load(tall).to(gl.float32) * down).to(dtype)
         weighed.store(w)
-        down = packed(down.to(dtype))
+        s_dy._reinterpret(dtype, [V, 64], SHARED).store(down.to(dtype))
         y.permute((1, 0)).store((gain * along(numbers, its + REC, tall) * w.to(gl.float32)).to(dtype))
         fence_async_shared()
         # Behind this barrier r, m, E and the scores are there.
@@ -235,15 +238,15 @@ def backward(
         terms = do.permute((1, 0)).load(tall).to(gl.float32) * reading
         terms -= y.permute((1, 0)).load(tall).to(gl.float32) * d_m
         d_log, dS = _suffix_sums(terms, ones, none, dS, tall)
-        # Again: through the products there is no place for it.
-        gain = load_gains(beta, begin + at, h + nil(), column, high, H, V, tall)
         d_log = d_log * 128 + base[:, None]
         # Behind this barrier the gradients of the scores are there, and nobody needs the scores.
         gl.thread_barrier()
+        gain = leaving._reinterpret(gl.float32, [V, 64], STRIPS).load(tall)
+        down = s_dy._reinterpret(dtype, [V, 64], SHARED).load(tall).to(gl.float32)
         alpha = gain * along(numbers, its + RHO, tall)
         d_alpha = gl.where(alpha < 1 - floor, libdevice.fast_dividef(d_log, alpha - 1), 0.0)
         rec = along(numbers, its + REC, tall)
-        d_y = packed((gain * rec * packed(down).to(gl.float32) * d_m).to(dtype))
+        d_y = packed((gain * rec * down * d_m).to(dtype))
         d_gain = (weighed.load(tall).to(gl.float32) * d_m + d_alpha * along(numbers, its + RIDGE, tall)) * rec
         store_gains(d_beta, d_gain, begin + at, h + nil(), column, high, H, V, tall)
         # Like all that is loaded, of addresses made anew: the loop would remember one for each.
@@ -285,19 +288,19 @@ def backward(
         if ENERGY:
             share = numbers.index(its + SHARE).load(gl.SliceLayout(1, tile))
             d_x += 2 * share[:, None] * x.load(tile).to(gl.float32)
-        s_dq.reshape([64, K]).store(d_q.to(dtype))
-        s_dx.reshape([64, K]).store(d_x.to(dtype))
+        leaving.index(0).reshape([64, K]).store(d_q.to(dtype))
+        leaving.index(1).reshape([64, K]).store(d_x.to(dtype))
         s_dy.reshape([64, V]).permute((1, 0)).store(packed(d_y))
         fence_async_shared()
         # Behind this barrier every warp is done with x, and the gradients are there.
         gl.thread_barrier()
         fetch((k_desc,), key_tile, key_bar, 0, ((n, ahead - SHIFT, key_at),), c + 1 < count)
-        tma.async_copy_shared_to_global(d_q_desc, [n, at, h * K], s_dq)
+        tma.async_copy_shared_to_global(d_q_desc, [n, at, h * K], leaving.index(0))
         if at >= SHIFT:
-            tma.async_copy_shared_to_global(d_k_desc, [n, at - SHIFT, h * K], s_dx)
+            tma.async_copy_shared_to_global(d_k_desc, [n, at - SHIFT, h * K], leaving.index(1))
         tma.async_copy_shared_to_global(d_v_desc, [n, at, h * V], s_dy)
     if SHIFT:
-        _edges(d_k, s_dx.reshape([64, K]), n, h, start, count, chunks, length, H, K, num_warps)
+        _edges(d_k, leaving.index(1).reshape([64, K]), n, h, start, count, chunks, length, H, K, num_warps)
     tma.store_wait(0)
     if d_state0 is not None:
         gl.store(d_state0 + _state_offsets(seg, h, H, K, V, state), dS)
