@@ -94,26 +94,19 @@ def test_rebuilt_states_are_for_a_gain_per_head():
 @interpreted
 @pytest.mark.parametrize("cuts", [None, (0, 1, 1, 19)], ids=["dense", "packed"])
 def test_exact_gradients_of_some_chunks(cuts, monkeypatch):
-    """Of those that are noted, and nothing of the others; their couplings are made then."""
+    """Of those that are noted, and nothing of the others."""
     test = case("falcon-2", shape=(2, 3, 1, 2, 16, 16) if cuts is None else (1, 19, 1, 2, 16, 16), cuts=cuts)
     inputs, around = make(test, torch.float32, "cpu"), surroundings(test, "cpu")
     noted = torch.tensor([[0, 0], [1, 0], [1, 1], [0, 1]][: 2 if cuts is None else 3], dtype=torch.int8)
-    couple, backward_chunk = launch_solve_columns.couple, launch_solve_columns.backward_chunk
-    made = {}
+    backward_chunk = launch_solve_columns.backward_chunk
 
     def backward_some(where, given, common, saved, out, _wild, *rest):
-        couplings = couple(made["plan"], given, around[2], None, True, noted, where.chunk_start)
         for gradient in (out.q, out.k, out.v, out.beta, out.lam):
             gradient.fill_(7)
-        backward_chunk(where, given, (*common[:-2], couplings, common[-1]), saved, out, noted, *rest)
-
-    def note_plan(plan, *rest, **options):
-        made["plan"] = plan
-        return couple(plan, *rest, **options)
+        backward_chunk(where, given, common, saved, out, noted, *rest)
 
     pull = torch.randn(*test.shape[:2], 2, 16), torch.randn(2 if cuts is None else 3, 2, 16, 16)
     expected = outcome(kernel, test, inputs, around, pull)
-    monkeypatch.setattr(launch_solve_columns, "couple", note_plan)
     monkeypatch.setattr(launch_solve_columns, "backward_chunk", backward_some)
     got = outcome(kernel, test, inputs, around, pull)
     chunk = torch.arange(2).repeat_interleave(3) if cuts is None else torch.tensor([0, *[1] * 18])

@@ -31,7 +31,6 @@ def left(monkeypatch):
         noted.append(wild[: where.slots] if where.chunk_seq is None else wild[where.chunk_seq >= 0])
 
     monkeypatch.setattr(launch_solve_columns, "start", start)
-    monkeypatch.setattr(launch_solve_columns, "couple", lambda *_args, **_options: None)
     monkeypatch.setattr(launch_solve_columns, "backward_chunk", note)
     monkeypatch.setattr(launch_hopper_gradient, "available", lambda device: True)
     monkeypatch.setattr(dispatch, "_machine_reason", lambda device: None)

@@ -4,7 +4,7 @@ Calls that `fits_hopper` knows first take hopper_solve_columns*.py, which make e
 that forget much; the exact kernel follows for those.
 
 Saved for the backward pass: 4 bytes of key energy per token and key head, V elements of residual and K V / 64 of chunk
-states per token and value head. Couplings of neighbouring tokens (128 bytes a token and key head) are made twice.
+states per token and value head. Couplings of neighbouring tokens are made again wherever they are needed.
 """
 
 from typing import Any
@@ -46,23 +46,17 @@ def settings(plan: Plan, given: Inputs) -> dict[str, Any]:
     return {**flags, **given.widths, "V": V, "DOT": precision(dtype), **column_tile(K, V, dtype)._asdict()}
 
 
-def couple(
-    plan: Plan, given: Inputs, cu_seqlens: Tensor | None, energies: Tensor | None, back: bool,
-    wild: Tensor | None = None, leads: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """Products of keys with keys and with queries [KH, tokens, 2, 16] inside blocks of 16; fills the energies.
-
-    wild [chunks, H]: which chunks need them, if not all; leads: of packed sequences, the numbers of their first ones.
-    """
+def couple(plan: Plan, given: Inputs, cu_seqlens: Tensor | None, energies: Tensor | None, back: bool) -> Tensor:
+    """Products of keys with keys and with queries [KH, tokens, 2, 16] inside blocks of 16; fills the energies."""
     B, T, KH, K = given.q.shape
     where = Geometry.of(B, T, cu_seqlens, 16)
     couplings = torch.empty(KH, where.tokens, 2, 16, dtype=torch.float32, device=given.v.device)
     if where.slots and KH:
         start(
             solve_columns.couple, (where.slots, KH),
-            given.q, given.k, given.key0, given.previous, couplings, energies, wild, leads, *tables(where), KH=KH, K=K,
-            BK=min(wide(K), 128), SHIFT=int(plan.shift), BACK=back, HEADS=given.v.shape[2],
-            DOT=precision(given.v.dtype), num_warps=1, num_stages=1,
+            given.q, given.k, given.key0, given.previous, couplings, energies, *tables(where), KH=KH, K=K,
+            BK=min(wide(K), 128), SHIFT=int(plan.shift), BACK=back, DOT=precision(given.v.dtype), num_warps=1,
+            num_stages=1,
         )  # fmt: skip
     return couplings
 
@@ -128,15 +122,15 @@ def backward(plan, d_o, d_state1, q, k, v, beta, lam, key0, has_key, mask, cu_se
     wild = None
     if where.slots and H and fits_hopper(given, d_o, states):
         wild = backward_mild(plan, where, given, d_o, d_end, saved, out)
-    couplings = couple(plan, given, cu_seqlens, None, back=True, wild=wild, leads=where.chunk_start)
-    common = (given.q, given.k, d_o, given.beta, given.lam, *given[5:], couplings, energies)
+    common = (given.q, given.k, d_o, given.beta, given.lam, *given[5:])
     if where.sequences and H and wild is None:
         start(
             solve_columns_gradient.backward_state, (where.sequences * H * blocks,),
-            *common, d_end, out.states, out.state0, *Walk(where, 1, 2**30).arguments, *steps, **named,
+            *common, couple(plan, given, cu_seqlens, None, back=True), energies, d_end, out.states, out.state0,
+            *Walk(where, 1, 2**30).arguments, *steps, **named,
         )  # fmt: skip
     if where.slots and H:
-        backward_chunk(where, given, common, (residual, states), out, wild, blocks, steps, named)
+        backward_chunk(where, given, (*common, energies), (residual, states), out, wild, blocks, steps, named)
     return out.result()
 
 
@@ -174,11 +168,12 @@ def backward_chunk(where, given, common, saved, out: Gradients, wild, blocks: in
     tasks = where.slots * given.v.shape[2] * blocks
     programs = min(tasks, FEW_PROGRAMS * 256 // named["BV"])
     aside = given.v.new_empty(programs, 4, named["BV"], named["BK"])
+    coupled = given.v.new_empty(programs, 64, 2, 16, dtype=torch.float32)
     shared = out.q, out.k, out.lam, out.key0
     d_q, d_k, d_lam, d_key0 = (_one_per(blocks, tensor) for tensor in shared)
     start(
         solve_columns_gradient.backward_chunk, (programs,),
-        *common, *saved, out.states, aside, d_q, d_k, out.v, out.beta, d_lam, d_key0, wild,
+        *common, *saved, out.states, aside, coupled, d_q, d_k, out.v, out.beta, d_lam, d_key0, wild,
         *tables(where), where.slots, where.sequences, *steps, **named,
     )  # fmt: skip
     if blocks > 1:

@@ -130,27 +130,15 @@ def carries_after(following, b, BV: tl.constexpr, RUN: tl.constexpr):
 
 @triton.jit(do_not_specialize=["length", "chunks", "tokens"])
 def couple(
-    q, k, key0, previous, couplings, energies, wild, leads, cu, chunk_seq, chunk_start, length, chunks, tokens,
-    KH: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, SHIFT: tl.constexpr, BACK: tl.constexpr, HEADS: tl.constexpr,
-    DOT: tl.constexpr,
+    q, k, key0, previous, couplings, energies, cu, chunk_seq, chunk_start, length, chunks, tokens,
+    KH: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, SHIFT: tl.constexpr, BACK: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """X X^T and X Q^T (with BACK, Q X^T) of one block of one key head, and |x|^2.
-
-    wild [chunks of 64, HEADS]: where given, only in chunks that are noted there for some head; leads: the numbers of
-    sequences' first ones, where packed.
-    """
+    """X X^T and X Q^T (with BACK, Q X^T) of one block of one key head, and |x|^2."""
     chunk = tl.program_id(0)
     kh = tl.program_id(1)
     n, first, low, high = chunk_span(chunk, cu, chunk_seq, chunk_start, length, chunks, 16)
     if n < 0:
         return
-    if wild is not None:
-        noted = 0
-        lead = n * tl.cdiv(length, 64) if leads is None else tl.load(leads + n)
-        for h in range(kh * (HEADS // KH), (kh + 1) * (HEADS // KH)):
-            noted += tl.load(wild + (lead + (-low) // 64).to(tl.int64) * HEADS + h).to(tl.int32)
-        if noted == 0:
-            return
     b = tl.arange(0, 16)
     source, live = source_rows(previous, first, b, low, high, SHIFT)
     gram = tl.zeros([16, 16], tl.float32)

@@ -43,6 +43,7 @@ from fastweight.kernels.solve_columns import (
 from fastweight.kernels.tiles import (
     chunk_span,
     has_pair,
+    load_keys,
     segment_span,
     source_rows,
     state_tile,
@@ -187,13 +188,14 @@ def backward_state(
 
 @triton.jit
 def _states_of_blocks(
-    states, aside, k, q, beta, lam, key0, has_key, unmasked, previous, energies, residual, at_state, line, n,
+    states, aside, coupled, k, q, beta, lam, key0, has_key, unmasked, previous, energies, residual, at_state, line, n,
     first, low, high, h, kh, cv, lone, eps, floor,
     H: tl.constexpr, KH: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     SHIFT: tl.constexpr, SCALED: tl.constexpr, DIRECT: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """Puts the states that the blocks of a chunk start from aside [4, BV, BK]."""
+    """Puts the states that the blocks of a chunk start from aside [4, BV, BK], and their X X^T and Q X^T."""
     b = tl.arange(0, 16)
+    i = tl.arange(0, 32)
     ck = tl.arange(0, BK)
     state_at, in_state = state_tile(ck, cv, K, V, BK, BV)
     LOW: tl.constexpr = q.dtype.element_ty
@@ -204,6 +206,9 @@ def _states_of_blocks(
         row = part * 16
         xq = keys_and_queries(k, q, key0, previous, first + row, low - row, high - row, n, kh, ck, KH, K, SHIFT, BK)
         source, live = source_rows(previous, first + row, b, low - row, high - row, SHIFT)
+        x = load_keys(k, key0, previous, source, live, first + row, b, low - row, n, kh, ck, KH, K, SHIFT, BK)
+        both = tl.dot(xq, tl.trans(x), input_precision=DOT)
+        tl.store(coupled + row * 32 + (i % 16 * 32 + i // 16 * 16)[:, None] + b[None, :], both)
         pair = has_pair(unmasked, has_key, first + row, b, source, live, low - row, n)
         left = load_columns(residual, first + row, b, h, lone, live, H, V)
         _g, _r, _e, eta, carry = column_rates(
@@ -218,8 +223,8 @@ def _states_of_blocks(
 
 @triton.jit(do_not_specialize=["length", "chunks", "tokens", "slots", "sequences", "one"])
 def backward_chunk(
-    q, k, d_o, beta, lam, key0, has_key, unmasked, previous, couplings, energies, residual, states, d_states, asides,
-    d_q, d_k, d_v, d_beta, d_lam, d_key0, wild,
+    q, k, d_o, beta, lam, key0, has_key, unmasked, previous, energies, residual, states, d_states, asides,
+    couplings, d_q, d_k, d_v, d_beta, d_lam, d_key0, wild,
     cu, chunk_seq, chunk_start, length, chunks, tokens, slots, sequences, eps, floor, one,
     H: tl.constexpr, KH: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     SHIFT: tl.constexpr, SCALED: tl.constexpr, DIRECT: tl.constexpr, BEFORE: tl.constexpr, DOT: tl.constexpr,
@@ -235,6 +240,7 @@ def backward_chunk(
     LOW: tl.constexpr = q.dtype.element_ty
     at = tl.arange(0, BV)[:, None] * BK + ck[None, :]
     aside = asides + tl.program_id(0).to(tl.int64) * (4 * BV * BK)
+    coupled = couplings + tl.program_id(0).to(tl.int64) * 2048
     for task in tl.range(tl.program_id(0), slots * H * blocks, tl.num_programs(0), num_stages=1):
         block = task % blocks
         h = (task // blocks) % H
@@ -243,80 +249,80 @@ def backward_chunk(
         idle = n < 0
         if wild is not None:
             idle |= tl.load(wild + task // blocks, mask=n >= 0, other=0) == 0
-        parts = tl.where(idle, 0, tl.minimum(4, tl.cdiv(high0, 16)))
-        if idle:
-            high0 = 0
-        kh = h // (H // KH)
-        cv = block * BV + tl.arange(0, BV)
-        lone = block * BV + tl.arange(0, BV) * one
-        line0 = kh.to(tl.int64) * tokens + start
-        shelf = block.to(tl.int64) * tokens * H
-        at_state = (chunk.to(tl.int64) * H + h) * (K * V)
-        state_at, in_state = state_tile(ck, cv, K, V, BK, BV)
-        tl.debug_barrier()  # the chunk before is done with what was put aside
-        _states_of_blocks(
-            states, aside, k, q, beta, lam, key0, has_key, unmasked, previous, energies, residual, at_state, line0, n,
-            start, low0, high0, h, kh, cv, lone, eps, floor, H, KH, K, V, BK, BV, SHIFT, SCALED, DIRECT, DOT,
-        )  # fmt: skip
-        tl.debug_barrier()
-        dS = tl.trans(tl.load(d_states + at_state + state_at, mask=in_state, other=0.0)).to(tl.float32)
-        for turn in tl.range(0, parts, num_stages=1):
-            row = (parts - 1 - turn) * 16
-            first, low, high, line = start + row, low0 - row, high0 - row, line0 + row
-            rows = couplings + line * 32
-            xq = keys_and_queries(k, q, key0, previous, first, low, high, n, kh, ck, KH, K, SHIFT, BK)
-            S = tl.load(aside + row // 16 * (BV * BK) + at)
-            low_dS = dS.to(LOW)
-            through = tl.sum(S.to(tl.float32) * dS, axis=1)
-            seen, out = apart(tl.dot(S, tl.trans(xq), input_precision=DOT), BV)
-            ends, _unused = apart(tl.dot(low_dS, tl.trans(xq), input_precision=DOT), BV)
-            source, live = source_rows(previous, first, b, low, high, SHIFT)
-            pair = has_pair(unmasked, has_key, first, b, source, live, low, n)
-            do = load_columns(d_o, first, b, h, lone, live, H, V)
-            left = load_columns(residual, first, b, h, lone, live, H, V)
-            gain, ridge, energy, eta, carry = column_rates(
-                beta, lam, energies, line, first, b, h, lone, pair, live, eps, floor, H, V, SCALED, DIRECT
-            )
-            d_u = write_gradients(ends, do, eta, carry, rows, b, high, BEFORE)
-            d_y = eta * d_u
-            store_columns(d_v, d_y, first, b, h, lone, live, H, V)
-            u = eta * left
-            felt, z = pairs_felt(u, do, d_y, carry, rows, b, high, BEFORE)
-            previous_carry = later_by_one(carry, b, 1.0)
-            before = carries_before(previous_carry, b, BV, 16)
-            total = pick(before, b, 15) * pick(carry, b, 15)
-            misses = d_y * -before
-            reads = do * before
-            if BEFORE:
-                from_start = earlier_by_one(misses * seen + reads * out, b, 0.0)
-            else:
-                reads *= carry
-                from_start = earlier_by_one(misses * seen, b, 0.0) + reads * out
-            felt += tl.cumsum(z * ends, axis=1)
-            d_log = tl.cumsum(from_start, axis=1, reverse=True) + later_by_one(felt, b, 0.0)
-            d_log += (through * total)[:, None]
-            d_gain, d_ridge, d_energy = step_gradient(
-                left * d_u, d_log, energy[None, :], gain, ridge[None, :], pair[None, :], eps, floor, SCALED, DIRECT,
-                True,
+        if not idle:
+            parts = tl.minimum(4, tl.cdiv(high0, 16))
+            kh = h // (H // KH)
+            cv = block * BV + tl.arange(0, BV)
+            lone = block * BV + tl.arange(0, BV) * one
+            line0 = kh.to(tl.int64) * tokens + start
+            shelf = block.to(tl.int64) * tokens * H
+            at_state = (chunk.to(tl.int64) * H + h) * (K * V)
+            state_at, in_state = state_tile(ck, cv, K, V, BK, BV)
+            tl.debug_barrier()  # the chunk before is done with what was put aside
+            _states_of_blocks(
+                states, aside, coupled, k, q, beta, lam, key0, has_key, unmasked, previous, energies, residual,
+                at_state, line0, n, start, low0, high0, h, kh, cv, lone, eps, floor,
+                H, KH, K, V, BK, BV, SHIFT, SCALED, DIRECT, DOT,
             )  # fmt: skip
-            store_columns(d_beta, d_gain, first, b, h, lone, live, H, V)
-            if d_lam is not None:
-                to_lam = d_lam + shelf + first * H + h
-                tl.store(to_lam + b * H, tl.sum(d_ridge, axis=0), mask=live)
-            share = tl.gather(tl.sum(d_energy, axis=0), i % 16, axis=0)
-            back_to_start = beside(misses, reads, BV).to(LOW)
-            d_xq = tl.dot(tl.trans(back_to_start), S, input_precision=DOT)
-            written = beside(z, tl.zeros_like(z), BV).to(LOW)
-            d_xq = tl.dot(tl.trans(written), low_dS, acc=d_xq, input_precision=DOT)
-            between = pair_gradients(u, do, d_y, carry, previous_carry, b, LOW, BEFORE, BV, DOT)
-            between = beside(between, tl.zeros_like(between), 32)
-            between = (between + tl.trans(between)).to(LOW)
-            d_xq = tl.dot(between, xq, acc=d_xq, input_precision=DOT)
-            d_xq += tl.where(i < 16, 2 * share, 0.0)[:, None] * xq.to(tl.float32)
-            store_tile(d_q + shelf * K, d_xq, first - 16, i, h, ck, (i >= 16) & (i < high + 16), H, K, BK)
-            key_of, lives = source_rows(previous, first, i, low, tl.minimum(high, 16), SHIFT)
-            owns = has_pair(unmasked, has_key, first, i, key_of, lives, low, n)
-            d_key = None if d_key0 is None else d_key0 + block.to(tl.int64) * sequences * H * K
-            store_key_gradient(d_k + shelf * K, d_key, d_xq, previous, key_of, owns, first, i, low,
-                               tl.where(high > 16, 64, high), n, h, ck, H, K, SHIFT, BK)  # fmt: skip
-            dS = tl.dot(back_to_start, xq, acc=dS * total[:, None], input_precision=DOT)
+            tl.debug_barrier()
+            dS = tl.trans(tl.load(d_states + at_state + state_at, mask=in_state, other=0.0)).to(tl.float32)
+            for turn in tl.range(0, parts, num_stages=1):
+                row = (parts - 1 - turn) * 16
+                first, low, high, line = start + row, low0 - row, high0 - row, line0 + row
+                rows = coupled + row * 32
+                xq = keys_and_queries(k, q, key0, previous, first, low, high, n, kh, ck, KH, K, SHIFT, BK)
+                S = tl.load(aside + row // 16 * (BV * BK) + at)
+                low_dS = dS.to(LOW)
+                through = tl.sum(S.to(tl.float32) * dS, axis=1)
+                seen, out = apart(tl.dot(S, tl.trans(xq), input_precision=DOT), BV)
+                ends, _unused = apart(tl.dot(low_dS, tl.trans(xq), input_precision=DOT), BV)
+                source, live = source_rows(previous, first, b, low, high, SHIFT)
+                pair = has_pair(unmasked, has_key, first, b, source, live, low, n)
+                do = load_columns(d_o, first, b, h, lone, live, H, V)
+                left = load_columns(residual, first, b, h, lone, live, H, V)
+                gain, ridge, energy, eta, carry = column_rates(
+                    beta, lam, energies, line, first, b, h, lone, pair, live, eps, floor, H, V, SCALED, DIRECT
+                )
+                d_u = write_gradients(ends, do, eta, carry, rows, b, high, BEFORE)
+                d_y = eta * d_u
+                store_columns(d_v, d_y, first, b, h, lone, live, H, V)
+                u = eta * left
+                felt, z = pairs_felt(u, do, d_y, carry, rows, b, high, BEFORE)
+                previous_carry = later_by_one(carry, b, 1.0)
+                before = carries_before(previous_carry, b, BV, 16)
+                total = pick(before, b, 15) * pick(carry, b, 15)
+                misses = d_y * -before
+                reads = do * before
+                if BEFORE:
+                    from_start = earlier_by_one(misses * seen + reads * out, b, 0.0)
+                else:
+                    reads *= carry
+                    from_start = earlier_by_one(misses * seen, b, 0.0) + reads * out
+                felt += tl.cumsum(z * ends, axis=1)
+                d_log = tl.cumsum(from_start, axis=1, reverse=True) + later_by_one(felt, b, 0.0)
+                d_log += (through * total)[:, None]
+                d_gain, d_ridge, d_energy = step_gradient(
+                    left * d_u, d_log, energy[None, :], gain, ridge[None, :], pair[None, :], eps, floor, SCALED, DIRECT,
+                    True,
+                )  # fmt: skip
+                store_columns(d_beta, d_gain, first, b, h, lone, live, H, V)
+                if d_lam is not None:
+                    to_lam = d_lam + shelf + first * H + h
+                    tl.store(to_lam + b * H, tl.sum(d_ridge, axis=0), mask=live)
+                share = tl.gather(tl.sum(d_energy, axis=0), i % 16, axis=0)
+                back_to_start = beside(misses, reads, BV).to(LOW)
+                d_xq = tl.dot(tl.trans(back_to_start), S, input_precision=DOT)
+                written = beside(z, tl.zeros_like(z), BV).to(LOW)
+                d_xq = tl.dot(tl.trans(written), low_dS, acc=d_xq, input_precision=DOT)
+                between = pair_gradients(u, do, d_y, carry, previous_carry, b, LOW, BEFORE, BV, DOT)
+                between = beside(between, tl.zeros_like(between), 32)
+                between = (between + tl.trans(between)).to(LOW)
+                d_xq = tl.dot(between, xq, acc=d_xq, input_precision=DOT)
+                d_xq += tl.where(i < 16, 2 * share, 0.0)[:, None] * xq.to(tl.float32)
+                store_tile(d_q + shelf * K, d_xq, first - 16, i, h, ck, (i >= 16) & (i < high + 16), H, K, BK)
+                key_of, lives = source_rows(previous, first, i, low, tl.minimum(high, 16), SHIFT)
+                owns = has_pair(unmasked, has_key, first, i, key_of, lives, low, n)
+                d_key = None if d_key0 is None else d_key0 + block.to(tl.int64) * sequences * H * K
+                store_key_gradient(d_k + shelf * K, d_key, d_xq, previous, key_of, owns, first, i, low,
+                                   tl.where(high > 16, 64, high), n, h, ck, H, K, SHIFT, BK)  # fmt: skip
+                dS = tl.dot(back_to_start, xq, acc=dS * total[:, None], input_precision=DOT)
