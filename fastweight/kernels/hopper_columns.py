@@ -49,11 +49,11 @@ NUMBERS = gl.constexpr(4)
 
 @gluon.jit
 def ones_up_to(layout: gl.constexpr):
-    """[64, 64] in shared memory, 1 where the row is up to the column: what sums of l are products with."""
+    """[1, 64, 64] in shared memory, 1 where the row is up to the column: what sums of l are products with."""
     i = gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
     j = gl.arange(0, 64, layout=gl.SliceLayout(0, layout))
-    ones = gl.allocate_shared_memory(gl.float16, [64, 64], SHARED)
-    ones.store(gl.where(i[:, None] <= j[None, :], 1.0, 0.0).to(gl.float16))
+    ones = gl.allocate_shared_memory(gl.float16, [1, 64, 64], SHARED)
+    ones.index(0).store(gl.where(i[:, None] <= j[None, :], 1.0, 0.0).to(gl.float16))
     return ones
 
 
@@ -148,8 +148,8 @@ def forward(
     descs = (k_desc, v_desc)
     if READS:
         descs = (k_desc, v_desc, q_desc)
-        scores = gl.allocate_shared_memory(dtype, [64, 64], SHARED)
-        leaving = gl.allocate_shared_memory(dtype, [K, 64], tall)  # the state
+        scores = gl.allocate_shared_memory(dtype, [1, 64, 64], SHARED)
+        leaving = gl.allocate_shared_memory(dtype, [1, K, 64], tall)  # the state
     rings, bars = rings_of(descs, STAGES)
     numbers = gl.allocate_shared_memory(gl.float32, [2, 64], LINE)
     ones = ones_up_to(ACC)
@@ -194,14 +194,14 @@ def forward(
         coords = (n, ahead - SHIFT, key_at), (n, ahead, value_at), (n, ahead, key_at)
         fetch(descs, rings, bars, (c + STAGES - 1) % STAGES, coords, c + STAGES - 1 < count)
         if READS:
-            leaving.permute((1, 0)).store(S.to(dtype))
+            leaving.index(nil()).permute((1, 0)).store(S.to(dtype))
             p = warpgroup_mma_wait(0, deps=[p])
-            scores.store(gl.where(apart() >= 0, p, 0.0).to(dtype))
+            scores.index(nil()).store(gl.where(apart() >= 0, p, 0.0).to(dtype))
         log_decay = log_decays(gain, along(numbers, RHO, ACC), floor)
         if not READS:
             log_decay = gl.maximum(log_decay, LEAST)
         passed = log_decay.to(gl.float16)
-        g = warpgroup_mma(gl.convert_layout(passed, LEFT), ones, none, use_acc=False, is_async=True)
+        g = warpgroup_mma(gl.convert_layout(passed, LEFT), ones.index(nil()), none, use_acc=False, is_async=True)
         total = gl.sum(log_decay, axis=1)
         inside = gl.sum(passed.to(gl.float32), axis=1)  # of the rounded l that g is made of, so that errors cancel
         lowest = gl.minimum(lowest, total)
@@ -217,10 +217,11 @@ def forward(
         if READS:
             # Behind this barrier the state and the scores are there.
             gl.thread_barrier()
-            read = warpgroup_mma(leaving.permute((1, 0)), qt.permute((1, 0)), none, use_acc=False, is_async=True)
-            out = warpgroup_mma(m, scores.permute((1, 0)), read, is_async=True)
+            low_S = leaving.index(nil())
+            read = warpgroup_mma(low_S.permute((1, 0)), qt.permute((1, 0)), none, use_acc=False, is_async=True)
+            out = warpgroup_mma(m, scores.index(nil()).permute((1, 0)), read, is_async=True)
             if states_desc is not None:
-                tma.async_copy_shared_to_global(states_desc, [(slot + c * H) * K, block * 64], leaving)
+                tma.async_copy_shared_to_global(states_desc, [(slot + c * H) * K, block * 64], low_S)
         past = gl.convert_layout(total - inside if READS else total, gl.SliceLayout(1, wide))
         S = warpgroup_mma(m, x, S * gl.exp2(past)[:, None], is_async=True)
         if c + 1 < count:
@@ -316,7 +317,7 @@ def backward_state(
         log_decay = log_decays(gain, along(numbers, (c & 1) * NUMBERS + RHO, ACC), floor)
         log_decay = gl.maximum(log_decay, LEAST)
         passed = log_decay.to(gl.float16)
-        g = warpgroup_mma(gl.convert_layout(passed, LEFT), ones, none, use_acc=False, is_async=True)
+        g = warpgroup_mma(gl.convert_layout(passed, LEFT), ones.index(nil()), none, use_acc=False, is_async=True)
         total = gl.sum(log_decay, axis=1)
         passed_on += total
         if c + 1 < count:

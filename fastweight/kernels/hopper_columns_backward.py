@@ -23,6 +23,7 @@ comes out of a chunk that is noted may be NaN.
 # pyright: basic, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false, reportReturnType=false
 # pyright: reportOptionalMemberAccess=false, reportAssignmentType=false
+# ruff: noqa: RUF005
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -92,7 +93,7 @@ def _cut(terms):
 def _suffix_sums(terms, ones, none, also, layout: gl.constexpr):
     """What terms [V, 64] add up to from each column on, times 2^-7, to the digits of float32. Waits for `also`, too."""
     LEFT: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
-    from_on = ones._reinterpret(gl.bfloat16, [64, 64], SHARED).permute((1, 0))
+    from_on = ones.index(nil())._reinterpret(gl.bfloat16, [64, 64], SHARED).permute((1, 0))
     piece = _cut(terms)
     sums = warpgroup_mma(gl.convert_layout(piece.to(gl.bfloat16), LEFT), from_on, none, use_acc=False, is_async=True)
     terms -= piece
@@ -104,19 +105,20 @@ def _suffix_sums(terms, ones, none, also, layout: gl.constexpr):
 
 
 @gluon.jit
-def _add_up(spare, a, b, WARPS: gl.constexpr, flat: gl.constexpr):
-    """Sums of two tiles [V, 64] over their rows, through memory that is not needed."""
-    V: gl.constexpr = a.shape[0]
-    parts = spare._reinterpret(gl.float32, [2, WARPS, 64], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    parts.index(0).store(gl.sum(gl.reshape(a, [WARPS, V // WARPS, 64]), axis=1))
-    parts.index(1).store(gl.sum(gl.reshape(b, [WARPS, V // WARPS, 64]), axis=1))
-    lines = spare._reinterpret(gl.float32, [2 * WARPS, 64], LINE)
-    of_a = lines.index(0).load(flat)
-    of_b = lines.index(WARPS).load(flat)
+def _put_sums(spare, which: gl.constexpr, tile, WARPS: gl.constexpr):
+    """Sums of [V, 64] over the rows of each warp, into memory that is not needed."""
+    parts = spare._reinterpret(gl.float32, [32 // WARPS, WARPS, 64], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    parts.index(which).store(gl.sum(gl.reshape(tile, [WARPS, tile.shape[0] // WARPS, 64]), axis=1))
+
+
+@gluon.jit
+def _added_up(spare, which: gl.constexpr, WARPS: gl.constexpr, layout: gl.constexpr):
+    """What `_put_sums` of all warps add up to."""
+    lines = spare._reinterpret(gl.float32, [32, 64], LINE)
+    total = lines.index(which * WARPS).load(layout)
     for warp in gl.static_range(1, WARPS):
-        of_a += lines.index(warp).load(flat)
-        of_b += lines.index(WARPS + warp).load(flat)
-    return of_a, of_b
+        total += lines.index(which * WARPS + warp).load(layout)
+    return total
 
 
 @gluon.jit(do_not_specialize=["length", "chunks", "tokens", "segments", "per_segment"])
@@ -188,7 +190,7 @@ def backward(
         p = warpgroup_mma(q, x.permute((1, 0)), no_pairs, use_acc=False, is_async=True)
         log_decay = log_decays(gain, along(numbers, its + RHO, tall), floor)
         passed = log_decay.to(gl.float16)
-        g = warpgroup_mma(gl.convert_layout(passed, LEFT), ones, none, use_acc=False, is_async=True)
+        g = warpgroup_mma(gl.convert_layout(passed, LEFT), ones.index(nil()), none, use_acc=False, is_async=True)
         total = gl.sum(log_decay, axis=1)
         inside = gl.sum(passed.to(gl.float32), axis=1)
         is_lost = (gl.min(log_decay, axis=1) < LEAST_CARRY) | (total < TAME)
@@ -256,12 +258,15 @@ def backward(
         soon = now
         if c + 1 < count:
             soon = load_token(energies, lam, line, begin, at - 64, i, high + 64, hh, H, SHIFT)
-        forgot, gained = _add_up(low_p, d_alpha * gain, d_gain * gain, num_warps, flat)
+        _put_sums(low_p, 0, d_alpha * gain, num_warps)
         q, x, y, do, S, s_E, low_p, low_dp = _views(tiles, key_tile, room, scores, K, V)
         d_q = warpgroup_mma(do, S.permute((1, 0)), no_tile, use_acc=False, is_async=True)
         d_q = warpgroup_mma(low_dp, x, d_q, is_async=True)
         d_x = warpgroup_mma(y, s_E, no_tile, use_acc=False, is_async=True)
         d_x = warpgroup_mma(low_dp.permute((1, 0)), q, d_x, is_async=True)
+        _put_sums(low_p, 1, d_gain * gain, num_warps)
+        forgot = _added_up(low_p, 0, num_warps, flat)
+        gained = _added_up(low_p, 1, num_warps, flat)
         if c + 1 < count:
             gain = load_gains(beta, begin + at - 64, h + nil(), column, high + 64, H, V, tall)
         energy, ridge, _pair = now
