@@ -204,11 +204,11 @@ def backward(
     s_dy = gl.allocate_shared_memory(dtype, d_v_desc.block_shape, d_v_desc.layout)
     room = gl.allocate_shared_memory(dtype, [1, K, V], gl.NVMMASharedLayout.get_default_for([K, V], dtype))
     scores = gl.allocate_shared_memory(dtype, [2, 64, 64], square)
-    before = gl.allocate_shared_memory(gl.bfloat16, [64, 64], square)
+    before = gl.allocate_shared_memory(gl.bfloat16, [1, 64, 64], square)
     if EARLY:
-        crossing = gl.allocate_shared_memory(gl.bfloat16, [64, 64], square)
+        crossings = gl.allocate_shared_memory(gl.bfloat16, [1, 64, 64], square)
     numbers = gl.allocate_shared_memory(gl.float32, [6, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    before.store(gl.where(_apart(pairs) > 0, 1.0, 0.0).to(gl.bfloat16))
+    before.index(0).store(gl.where(_apart(pairs) > 0, 1.0, 0.0).to(gl.bfloat16))
     at = last * 64
     fetch(descs, tiles, bars, 0, ((n, at, key_at), (n, at, h * V)), count > 0)
     fetch((k_desc,), key_tile, key_bar, 0, ((n, at - SHIFT, key_at),), count > 0)
@@ -234,7 +234,7 @@ def backward(
         if c + 2 < count:
             later = load_rates(weight, decay, line, at - 128, high + 128, i, not BEFORE)
         first = n.to(gl.int64) * length + at
-        given = _load_gates(beta, lam, at, i, high, first, h, H, SHIFT, RAW)
+        given = _load_gates(beta, lam, at, i, high, first, h + nil(), H, SHIFT, RAW)
         carry = gl.exp2(g_last)
         mbarrier.wait(bars[0].index(0), c & 1)
         mbarrier.wait(key_bar[0].index(0), c & 1)
@@ -271,6 +271,7 @@ def backward(
         ahead_state = ((slot - (c + 1) * H) * K, 0)
         if EARLY:
             fetch((states_desc,), state_ring, state_bars, 0, (ahead_state,), c + 1 < count)
+            crossing = crossings.index(nil())
         else:
             crossing = S._reinterpret(gl.bfloat16, [64, 64], square)
         d_x = warpgroup_mma(y, s_dS.permute((1, 0)), no_tile, use_acc=False, is_async=True)
@@ -294,7 +295,7 @@ def backward(
         gl.thread_barrier()
         ahead = at - 64
         fetch((v_desc,), value_tile, value_bar, 0, ((n, ahead, h * V),), c + 1 < count)
-        felt = warpgroup_mma(crossing, before.permute((1, 0)), no_pairs, use_acc=False, is_async=True)
+        felt = warpgroup_mma(crossing, before.index(nil()).permute((1, 0)), no_pairs, use_acc=False, is_async=True)
         sums = low_p  # nobody needs those scores from here on
         _put(sums, OF_STEPS, d_w)
         _put(sums, OF_READS, row_read)
@@ -320,7 +321,9 @@ def backward(
         energy = d_w
         if ENERGY:
             energy = _total(sums, OF_ENERGY, WIDE, flat)
-        share = _gates(given, d_beta, d_lam, i, high, first, h, d_w, d_log, energy, eps, floor, H, RAW, SCALED, DIRECT)
+        share = _gates(
+            given, d_beta, d_lam, i, high, first, h + nil(), d_w, d_log, energy, eps, floor, H, RAW, SCALED, DIRECT
+        )
         if ENERGY:
             lines = sums._reinterpret(gl.float32, [32, 64], LINE)
             lines.index(SHARE).store(share)
