@@ -14,7 +14,10 @@ from tests.kernel_harness import (
     check,
     gpu,
     interpreted,
+    kernel,
     make,
+    outcome,
+    surroundings,
 )
 
 COLUMNS = [
@@ -155,3 +158,60 @@ class TestOnDevice:
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
     def test_columns_in_pieces(self, dtype):
         check(at(PIECES, 1, 2200, 1, 1, 128, 128), dtype, "cuda")
+
+
+WALKS = [
+    case("falcon-2a", shape=(2, 130, 1, 2, 128, 128), state=True, ridge=0.5),
+    case("falcon-2a", shape=(3, 64, 2, 2, 64, 64), ridge=0.5),
+    case("falcon-2a", {"pairing": "same-step", "ridge": "scaled"}, shape=(2, 65, 1, 2, 64, 64), zero_beta=True),
+    case("falcon-2a", {"step": "direct"}, shape=(1, 200, 1, 2, 64, 64), ridge=0.1),
+]
+
+
+class TestOnHopper:
+    """The walks of hopper_columns.py and hopper_columns_backward.py, and what follows them where decays are strong."""
+
+    pytestmark = gpu
+
+    @pytest.fixture(autouse=True)
+    def taken(self, monkeypatch):
+        """How many programs and chunks each launch gave up."""
+        if torch.cuda.get_device_capability()[0] != 9:
+            pytest.skip("needs a Hopper device")
+        from fastweight.kernels import launch_hopper_columns
+
+        monkeypatch.setenv("FASTWEIGHT_UNPROVEN", "1")
+        noted: list[int] = []
+        for way in ("forward", "backward"):
+            real = getattr(launch_hopper_columns, way)
+
+            def counted(*arguments, real=real):
+                wild = real(*arguments)
+                noted.append(int(wild.sum()))
+                return wild
+
+            monkeypatch.setattr(launch_hopper_columns, way, counted)
+        return noted
+
+    @pytest.mark.parametrize("test", WALKS, ids=lambda test: str(WALKS.index(test)))
+    def test_options(self, test, taken):
+        check(test, torch.bfloat16, "cuda")
+        assert taken == [0, 0]
+
+    @pytest.mark.parametrize("width", [64, 128])
+    def test_tame_beside_wild(self, monkeypatch, width, taken):
+        monkeypatch.setattr("tests.kernel_harness.make", tame_beside_wild)
+        check(case("falcon-2a", shape=(1, 330, 1, 2, width, width), state=True, ridge=1e3), torch.bfloat16, "cuda")
+        assert all(taken)
+
+    def test_sequences_in_pieces(self, taken):
+        check(case("falcon-2a", shape=(1, 2200, 1, 2, 128, 128), state=True, ridge=0.5), torch.bfloat16, "cuda")
+        assert taken == [0, 0]
+
+    def test_same_result_twice(self):
+        test = case("falcon-2a", shape=(2, 300, 1, 8, 128, 128), ridge=0.5)
+        inputs, around = make(test, torch.bfloat16, "cuda"), surroundings(test, "cuda")
+        pull = torch.randn(2, 300, 8, 128, device="cuda"), torch.randn(2, 8, 128, 128, device="cuda")
+        first, second = (outcome(kernel, test, inputs, around, pull) for _ in range(2))
+        for part, value in first.items():
+            assert torch.equal(value, second[part]), part
