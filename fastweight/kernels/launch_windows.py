@@ -130,10 +130,10 @@ def empty_maps(v: Tensor, blocks: int, window: int) -> Tensor:
     return v.new_empty(2, blocks, v.shape[2], PAIRS, 2 * PAIRS, dtype=_low(v.dtype))
 
 
-def _room_for_parts(given: Inputs, block: Block, turns: list[Turn], *shape: int) -> Tensor:
+def _room_for_parts(given: Inputs, block: Block, turns: list[Turn], dtype: torch.dtype, *shape: int) -> Tensor:
     """Two of something for every part of a turn and every head."""
     count = max((turn.blocks for turn in turns), default=0)
-    return given.v.new_empty(2, count * block.parts, given.v.shape[2], *shape, dtype=_low(given.v.dtype))
+    return given.v.new_empty(2, count * block.parts, given.v.shape[2], *shape, dtype=dtype)
 
 
 def _parts(plan, given, where, block, turn: Turn, found: Measured, maps: Tensor, rows: Tensor | None) -> None:
@@ -151,7 +151,7 @@ def _join(plan: Plan, given: Inputs, where: Geometry, block: Block) -> tuple[Mea
     turns = _turns(where, H)
     found = Measured.of(given, block, turns)
     maps = empty_maps(given.v, where.slots, block.window)
-    parts = _room_for_parts(given, block, turns, HELD, SIDES)
+    parts = _room_for_parts(given, block, turns, torch.float32, HELD, SIDES)
     columns = 4096 // block.slots  # of a map at a time, so that what is held of them fits into two warps
     for turn in turns:
         measure(plan, given, where, block, turn, found, True)
@@ -246,8 +246,8 @@ def _rest(plan, given, where, block, known: tuple[Tensor, ...], d_o, states, out
     def room(*shape: int, dtype: torch.dtype = low) -> Tensor:
         return torch.empty(count, H, *shape, dtype=dtype, device=given.v.device)
 
-    rows, rows_back = _room_for_parts(given, block, turns, ROWS, SIDES)
-    maps = _room_for_parts(given, block, turns, HELD, SIDES)
+    rows, rows_back = _room_for_parts(given, block, turns, low, ROWS, SIDES)
+    maps = _room_for_parts(given, block, turns, low, HELD, SIDES)
     missed, wrote, begun, outer, lead, df = (room(block.parts * HELD, V) for _ in range(6))
     met = room(block.parts, SIDES, SIDES, dtype=torch.float32)
     d_gram, d_reads = room(block.slots, block.slots), room(PAIRS, block.slots)

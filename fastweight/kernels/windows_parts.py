@@ -292,7 +292,8 @@ def join(
     s = tl.arange(0, SLOTS)
     c = tl.program_id(2) * BC + tl.arange(0, BC)
     part_of, pair_of, held, _begin, end = slot_places(s, decay, line, first, high, PARTS, WINDOW, PART)
-    dtype = write_map.dtype.element_ty
+    dtype = write_part.dtype.element_ty
+    kind = write_map.dtype.element_ty
     z = tl.zeros([SLOTS, BC], tl.float32)
     for part in range(PARTS):
         row = u + part * PART
@@ -316,7 +317,7 @@ def join(
         out = tl.dot(met.to(dtype), low_z, input_precision=DOT)
         out = tl.dot(load_part(read_part, place, 0, False), w, acc=out, input_precision=DOT)
         out = tl.dot(load_part(read_part, place, 1, False), f, acc=out, input_precision=DOT)
-        tl.store(read_map + (kept * PAIRS + row)[:, None] * (2 * PAIRS) + c[None, :], out.to(dtype),
+        tl.store(read_map + (kept * PAIRS + row)[:, None] * (2 * PAIRS) + c[None, :], out.to(kind),
                  mask=(u < PART)[:, None] & (c < 2 * PAIRS)[None, :])  # fmt: skip
         z = tl.dot(_spread_part(write_part, place, s, part, 0), w, acc=z, input_precision=DOT)
         z = tl.dot(_spread_part(write_part, place, s, part, 1), f, acc=z, input_precision=DOT)
@@ -328,5 +329,5 @@ def join(
     fold = tl.where((is_late | is_early) & held[None, :], 1.0, 0.0).to(dtype)
     z = tl.dot(fold, (z * fade(held, whole - end)[:, None]).to(dtype), input_precision=DOT)
     at = kept * (PAIRS * 2 * PAIRS) + j[:, None] * (2 * PAIRS) + c[None, :]
-    tl.store(write_map + at, z.to(dtype))
-    tl.store(read_map + at, tl.zeros_like(z).to(dtype), mask=(j >= TOKENS)[:, None] & (c < 2 * PAIRS)[None, :])
+    tl.store(write_map + at, z.to(kind))
+    tl.store(read_map + at, tl.zeros_like(z).to(kind), mask=(j >= TOKENS)[:, None] & (c < 2 * PAIRS)[None, :])
