@@ -140,31 +140,43 @@ def _energies(coupled):
 
 
 @gluon.jit
+def _tokens(
+    energies, lam, has_key, unmasked, previous, line, first, low, high, n, h,
+    H: gl.constexpr, SHIFT: gl.constexpr, BACK: gl.constexpr,
+):  # fmt: skip
+    """Of a block's tokens: which exist, which write, their ridges, and with BACK their energies."""
+    i = gl.arange(0, 16, FLAT if BACK else gl.SliceLayout(1, BESIDE))
+    source, live = source_rows(previous, first, i, low, high, SHIFT)
+    pair = has_pair(unmasked, has_key, first, i, source, live, low, n)
+    ridge = load_head(lam, first, i, h, H, pair, 0.0)
+    energy = ridge
+    if BACK:
+        energy = gl.load(energies + line + i, mask=live, other=0.0)
+    return live, pair, ridge, energy
+
+
+@gluon.jit
 def _prepare(
-    rings, pairs, turn, shelves, energies, lam, key0, has_key, unmasked, previous, line, first, low, high, n, h, kh,
-    eps, floor, H: gl.constexpr, KH: gl.constexpr, D: gl.constexpr, SHIFT: gl.constexpr, SCALED: gl.constexpr,
+    rings, pairs, turn, shelves, tokens, energies, key0, previous, line, first, low, high, n, h, kh, eps, floor,
+    H: gl.constexpr, KH: gl.constexpr, D: gl.constexpr, SHIFT: gl.constexpr, SCALED: gl.constexpr,
     DIRECT: gl.constexpr, BACK: gl.constexpr,
 ):  # fmt: skip
     """Makes what all columns of a block share, and puts it where every thread finds it: couplings, and of each token
-    the step at gain 1 and the ridge. Energies are written, with BACK read."""
+    the step at gain 1 and the ridge. Energies are written, unless BACK."""
+    live, pair, ridge, energy = tokens
     s_couplings, s_rates = shelves
     stage = turn % STAGES
     slot = turn % 2
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    of_token: gl.constexpr = FLAT if BACK else gl.SliceLayout(1, BESIDE)
-    i = gl.arange(0, 16, of_token)
-    source, live = source_rows(previous, first, i, low, high, SHIFT)
-    pair = has_pair(unmasked, has_key, first, i, source, live, low, n)
-    ridge = load_head(lam, first, i, h, H, pair, 0.0)
     if key0 is not None:
         _put_first_key(rings[0], stage, key0, previous, first, low, high, n, kh, KH, D, SHIFT)
     coupled = _couple(rings[0], pairs, stage, D, BACK)
     if BACK:
         s_couplings._reinterpret(gl.float32, [2, 32, 16], flat).index(slot).store(coupled)
-        energy = gl.load(energies + line + i, mask=live, other=0.0)
     else:
         s_couplings._reinterpret(gl.float32, [2, 16, 32], flat).index(slot).store(coupled)
         energy = _energies(coupled)
+        i = gl.arange(0, 16, gl.SliceLayout(1, BESIDE))
         gl.store(energies + line + i, energy, mask=live & (h % (H // KH) == 0))
     eta, ridge, _d, _a, _c, _o, _w = step_sizes(
         energy, gl.where(pair, 1.0, 0.0), ridge, pair, eps, floor, SCALED, DIRECT
@@ -237,10 +249,11 @@ def forward(
     s_written = gl.allocate_shared_memory(dtype, [16, D], SHARED)
     s_total = gl.allocate_shared_memory(gl.float32, [D], LINE)
     _copy(rings, 0, q, k, v, beta, previous, begin, 0, size, h, kh, H, KH, D, SHIFT)
+    soon = _tokens(energies, lam, has_key, unmasked, previous, line, begin, 0, size, n, h, H, SHIFT, False)
     arrive()
     _prepare(
-        rings, pairs, 0, shelves, energies, lam, key0, has_key, unmasked, previous, line, begin, 0, size, n, h, kh,
-        eps, floor, H, KH, D, SHIFT, SCALED, DIRECT, False,
+        rings, pairs, 0, shelves, soon, energies, key0, previous, line, begin, 0, size, n, h, kh, eps, floor,
+        H, KH, D, SHIFT, SCALED, DIRECT, False,
     )  # fmt: skip
     _copy(rings, 1, q, k, v, beta, previous, begin + 16, -16, size - 16, h, kh, H, KH, D, SHIFT)
     if state0 is None:
@@ -264,6 +277,10 @@ def forward(
                 _keep_state(stage_of_states, to, S0, D)
                 if PARTS == 2:
                     _keep_state(stage_of_states, to + 64 * D, S1, D)
+        soon = _tokens(
+            energies, lam, has_key, unmasked, previous, line + b * 16 + 16, first + 16, -b * 16 - 16, high - 16, n, h,
+            H, SHIFT, False,
+        )  # fmt: skip
         low = gl.convert_layout(S0.to(dtype), LEFT_PAIR)
         tile = pairs.index(stage * PARTS)
         both = warpgroup_mma(low, tile.permute((1, 0)), gl.zeros([D, 32], gl.float32, PAIR), use_acc=False,
@@ -278,8 +295,8 @@ def forward(
         # what the block before read.
         arrive()
         _prepare(
-            rings, pairs, b + 1, shelves, energies, lam, key0, has_key, unmasked, previous, line + b * 16 + 16,
-            first + 16, -b * 16 - 16, high - 16, n, h, kh, eps, floor, H, KH, D, SHIFT, SCALED, DIRECT, False,
+            rings, pairs, b + 1, shelves, soon, energies, key0, previous, line + b * 16 + 16, first + 16, -b * 16 - 16,
+            high - 16, n, h, kh, eps, floor, H, KH, D, SHIFT, SCALED, DIRECT, False,
         )  # fmt: skip
         _copy(
             rings, b + 2, q, k, v, beta, previous, first + 32, -b * 16 - 32, high - 32, h, kh, H, KH, D, SHIFT
@@ -355,10 +372,13 @@ def backward_state(
     s_total = gl.allocate_shared_memory(gl.float32, [D], LINE)
     at = (count - 1) * 16
     _copy(rings, 0, q, k, d_o, beta, previous, begin + at, -at, size - at, h, kh, H, KH, D, SHIFT)
+    soon = _tokens(
+        energies, lam, has_key, unmasked, previous, line + at, begin + at, -at, size - at, n, h, H, SHIFT, True
+    )
     arrive()
     _prepare(
-        rings, pairs, 0, shelves, energies, lam, key0, has_key, unmasked, previous, line + at, begin + at, -at,
-        size - at, n, h, kh, eps, floor, H, KH, D, SHIFT, SCALED, DIRECT, True,
+        rings, pairs, 0, shelves, soon, energies, key0, previous, line + at, begin + at, -at, size - at, n, h, kh,
+        eps, floor, H, KH, D, SHIFT, SCALED, DIRECT, True,
     )  # fmt: skip
     _copy(rings, 1, q, k, d_o, beta, previous, begin + at - 16, 16 - at, size - at + 16, h, kh, H, KH, D, SHIFT)
     if d_state1 is None:
@@ -383,6 +403,10 @@ def backward_state(
             _keep_state(stage_of_states, to, S0, D)
             if PARTS == 2:
                 _keep_state(stage_of_states, to + 64 * D, S1, D)
+        soon = _tokens(
+            energies, lam, has_key, unmasked, previous, line + b * 16 - 16, first - 16, 16 - b * 16, high + 16, n, h,
+            H, SHIFT, True,
+        )  # fmt: skip
         low = gl.convert_layout(S0.to(dtype), LEFT_ONE)
         x = keys.index(stage * PARTS * 2)
         ends = warpgroup_mma(low, x.permute((1, 0)), gl.zeros([D, 16], gl.float32, ONE), use_acc=False,
@@ -397,8 +421,8 @@ def backward_state(
         # what the block before read.
         arrive()
         _prepare(
-            rings, pairs, turn + 1, shelves, energies, lam, key0, has_key, unmasked, previous, line + b * 16 - 16,
-            first - 16, 16 - b * 16, high + 16, n, h, kh, eps, floor, H, KH, D, SHIFT, SCALED, DIRECT, True,
+            rings, pairs, turn + 1, shelves, soon, energies, key0, previous, line + b * 16 - 16, first - 16,
+            16 - b * 16, high + 16, n, h, kh, eps, floor, H, KH, D, SHIFT, SCALED, DIRECT, True,
         )  # fmt: skip
         _copy(
             rings, turn + 2, q, k, d_o, beta, previous, first - 32, 32 - b * 16, high + 32, h, kh, H, KH, D, SHIFT

@@ -28,7 +28,8 @@ that. Sums over tokens are products with matrices of ones, and the one whose ter
 
 # pyright: basic, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false, reportReturnType=false
-# pyright: reportOptionalMemberAccess=false, reportAssignmentType=false
+# pyright: reportOptionalMemberAccess=false, reportAssignmentType=false, reportPossiblyUnboundVariable=false
+# ruff: noqa: SIM102
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -46,15 +47,11 @@ from fastweight.kernels.hopper_parts import SHARED, arrive, copy_rows, new_barri
 from fastweight.kernels.tiles import chunk_span, has_pair, source_rows
 
 LEAST = gl.constexpr(-62.0)  # below all g of chunks that are done here
-# Accumulators of [64, 64] and [64, 128], and copies, among 8 and among 16 warps.
-SQUARE_8 = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 2], instr_shape=[16, 32, 16]))
-SQUARE_16 = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 4], instr_shape=[16, 16, 16]))
-WIDE_8 = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 2], instr_shape=[16, 64, 16]))
-WIDE_16 = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 4], instr_shape=[16, 32, 16]))
-TILE_8 = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0]))
-TILE_16 = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [16, 1], [1, 0]))
-HALF_8 = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0]))
-HALF_16 = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [16, 1], [1, 0]))
+# Accumulators of [64, 64] and [64, 128], and copies; 16 warps were slower than these 8.
+SQUARE = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 2], instr_shape=[16, 32, 16]))
+WIDE_128 = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 2], instr_shape=[16, 64, 16]))
+TILE_128 = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0]))
+HALF = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0]))
 
 
 @gluon.jit
@@ -105,21 +102,33 @@ def _store_rows(pointer, tile, first, i, h, start, keep, H: gl.constexpr, W: gl.
     gl.store(pointer + (first * H + h) * W + at, narrow, mask=keep[:, None])
 
 
+@gluon.jit
+def _of_keys(s_r, s_w, s_end, s_in, s_scores, s_states, part: gl.constexpr, PARTS: gl.constexpr):
+    """Begins the gradients of 64 columns of q and x."""
+    x = s_in.index(nil() + PARTS + part)
+    d_q = _fresh(s_r, s_states.index(nil() + part).permute((1, 0)), SQUARE)
+    d_q = warpgroup_mma(s_scores.index(nil()), x, d_q, is_async=True)
+    d_x = _fresh(s_w, s_states.index(nil() + part).permute((1, 0)), SQUARE)
+    d_x = warpgroup_mma(s_end, s_states.index(nil() + PARTS + part).permute((1, 0)), d_x, is_async=True)
+    d_x = warpgroup_mma(s_scores.index(nil()).permute((1, 0)), s_in.index(nil() + part), d_x, is_async=True)
+    d_x = warpgroup_mma(s_scores.index(nil() + 1).permute((1, 0)), x, d_x, is_async=True)
+    d_x = warpgroup_mma(s_scores.index(nil() + 1), x, d_x, is_async=True)
+    return d_q, d_x
+
+
 @gluon.jit(do_not_specialize=["length", "chunks", "tokens"])
 def backward_token(
     q, k, d_o, beta, lam, key0, has_key, unmasked, previous, energies, residual, states, d_states,
     kept, wild, d_q, d_k, d_v, d_beta, d_lam, d_key0,
     cu, chunk_seq, chunk_start, length, chunks, tokens, eps, floor,
     H: gl.constexpr, KH: gl.constexpr, D: gl.constexpr,
-    SHIFT: gl.constexpr, SCALED: gl.constexpr, DIRECT: gl.constexpr, BEFORE: gl.constexpr, WARPS: gl.constexpr,
+    SHIFT: gl.constexpr, SCALED: gl.constexpr, DIRECT: gl.constexpr, BEFORE: gl.constexpr,
 ):  # fmt: skip
     """One chunk of one head: all gradients but those of states; kept, wild: as `backward_state` left them."""
-    SQUARE: gl.constexpr = SQUARE_8 if WARPS == 8 else SQUARE_16
-    HALF: gl.constexpr = HALF_8 if WARPS == 8 else HALF_16
-    WIDE: gl.constexpr = SQUARE if D == 64 else WIDE_8 if WARPS == 8 else WIDE_16
-    TILE: gl.constexpr = HALF if D == 64 else TILE_8 if WARPS == 8 else TILE_16
+    WIDE: gl.constexpr = SQUARE if D == 64 else WIDE_128
+    TILE: gl.constexpr = HALF if D == 64 else TILE_128
     LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=WIDE, k_width=2)
-    FEW: gl.constexpr = 256 * WARPS // D  # rows among which each thread has every one that is so many further
+    FEW: gl.constexpr = 2048 // D  # rows among which each thread has every one that is so many further
     PARTS: gl.constexpr = D // 64
     along: gl.constexpr = gl.SliceLayout(0, WIDE)
     h = gl.program_id(0) % H
@@ -128,8 +137,7 @@ def backward_token(
     if n < 0:
         return
     at_chunk = chunk.to(gl.int64) * H + h
-    if gl.load(wild + at_chunk) != 0:
-        return
+    is_wild = gl.load(wild + at_chunk) != 0
     kh = h // (H // KH)
     dtype: gl.constexpr = q.dtype.element_ty
     landed = new_barrier()
@@ -181,6 +189,9 @@ def backward_token(
     s_passed = s_m._reinterpret(gl.float16, [64, D], SHARED)
     s_passed.store(passed)
     arrive()
+    mbarrier.wait(landed, 0)
+    if is_wild:
+        return
     if key0 is not None:
         for part in gl.static_range(PARTS):
             col = part * 64 + gl.arange(0, 64, gl.SliceLayout(0, HALF))
@@ -204,10 +215,11 @@ def backward_token(
     before = gl.exp2(g - passed.to(gl.float32))
     reading = before if BEFORE else gl.exp2(g)
     s_r.store((s_r.load(WIDE).to(gl.float32) * reading).to(dtype))
-    s_w.store((-before * (eta * s_u.load(WIDE).to(gl.float32))).to(dtype))
+    d_y = eta * s_u.load(WIDE).to(gl.float32)
+    s_w.store((-before * d_y).to(dtype))
+    gl.store(d_v + base + at, d_y.to(d_v.dtype.element_ty), mask=live[:, None])
     back = gl.exp2(-gl.maximum(g, LEAST))
     s_m.store((eta * s_left.load(WIDE).to(gl.float32) * back).to(dtype))
-    mbarrier.wait(landed, 0)
     few = gl.sum(gl.reshape(gl.zeros([64, D], gl.float32, TILE), [64 // FEW, FEW, D]), axis=0)
     for part in gl.static_range(PARTS):
         both = s_states.index(part).load(TILE).to(gl.float32) * s_states.index(PARTS + part).load(TILE).to(gl.float32)
@@ -220,16 +232,17 @@ def backward_token(
     s_few.index(0).store(few.to(gl.bfloat16))
     _shown()
 
-    reads = _fresh(s_scores.index(nil()), s_m, WIDE)
-    misses = _fresh(s_scores.index(nil() + 1), s_m, WIDE)
-    inner = _fresh(s_scores.index(nil()).permute((1, 0)), s_r, WIDE)
-    inner = warpgroup_mma(s_scores.index(nil() + 1).permute((1, 0)), s_w, inner, is_async=True)
+    reads = _fresh(s_in.index(nil()), s_states.index(nil()), WIDE)
+    misses = _fresh(s_in.index(nil() + PARTS), s_states.index(nil()), WIDE)
     behind = _fresh(s_in.index(nil() + PARTS), s_states.index(nil() + PARTS), WIDE)
     if PARTS == 2:
+        reads = warpgroup_mma(s_in.index(nil() + 1), s_states.index(nil() + 1), reads, is_async=True)
+        misses = warpgroup_mma(s_in.index(nil() + 3), s_states.index(nil() + 1), misses, is_async=True)
         behind = warpgroup_mma(s_in.index(nil() + 3), s_states.index(nil() + 3), behind, is_async=True)
-    for part in gl.static_range(PARTS):
-        reads = warpgroup_mma(s_in.index(nil() + part), s_states.index(nil() + part), reads, is_async=True)
-        misses = warpgroup_mma(s_in.index(nil() + PARTS + part), s_states.index(nil() + part), misses, is_async=True)
+    reads = warpgroup_mma(s_scores.index(nil()), s_m, reads, is_async=True)
+    misses = warpgroup_mma(s_scores.index(nil() + 1), s_m, misses, is_async=True)
+    inner = _fresh(s_scores.index(nil()).permute((1, 0)), s_r, WIDE)
+    inner = warpgroup_mma(s_scores.index(nil() + 1).permute((1, 0)), s_w, inner, is_async=True)
     reads, misses, inner, behind = warpgroup_mma_wait(0, deps=(reads, misses, inner, behind))
     gl.thread_barrier()
     m = s_m.load(WIDE).to(gl.float32)
@@ -265,7 +278,9 @@ def backward_token(
     _shown()
     d_log = warpgroup_mma(_ones(2, gl.bfloat16, LEFT), s_other, d_log, is_async=True)
     d_log = warpgroup_mma(_ones(2, gl.bfloat16, LEFT), s_stage, d_log, is_async=True)
-    d_log = warpgroup_mma_wait(0, deps=(d_log,))
+    d_p = _fresh(s_r, s_m.permute((1, 0)), SQUARE)
+    d_gram = _fresh(s_w, s_m.permute((1, 0)), SQUARE)
+    d_log, d_p, d_gram = warpgroup_mma_wait(0, deps=(d_log, d_p, d_gram))
     if dtype == gl.float16:
         gl.thread_barrier()
         s_other.store((rest - behind).to(gl.bfloat16))
@@ -273,6 +288,17 @@ def backward_token(
         d_log = warpgroup_mma(_ones(1, gl.bfloat16, LEFT), s_other, d_log, is_async=True)
         d_log = warpgroup_mma_wait(0, deps=(d_log,))
     d_log -= own
+    gl.thread_barrier()
+    later = _later(SQUARE)
+    s_scores.index(0).store(gl.where(later > 0 if BEFORE else later >= 0, d_p, 0.0).to(dtype))
+    s_scores.index(1).store(gl.where(later > 0, d_gram, 0.0).to(dtype))
+    s_end = s_stage._reinterpret(dtype, [64, D], SHARED)
+    to_end = gl.load(kept + at_chunk * D + gl.arange(0, D, along) + nil())[None, :]
+    s_end.store((s_m.load(WIDE).to(gl.float32) * to_end).to(dtype))
+    _shown()
+    if PARTS == 2:  # These go on while threads make the gradients of steps, for which width 64 lacks registers.
+        d_q0, d_x0 = _of_keys(s_r, s_w, s_end, s_in, s_scores, s_states, 0, PARTS)
+        d_q1, d_x1 = _of_keys(s_r, s_w, s_end, s_in, s_scores, s_states, 1, PARTS)
 
     share = gl.zeros([64], gl.float32, gl.SliceLayout(1, WIDE))
     for _ in range(once):
@@ -281,52 +307,40 @@ def backward_token(
         pair = has_pair(unmasked, has_key, first, i, source, live, low, n)
         at = i[:, None] * (H * D) + gl.arange(0, D, along)[None, :]
         gain = gl.load(beta + base + at, mask=pair[:, None], other=0.0).to(gl.float32)
-        d_u = s_u.load(WIDE).to(gl.float32)
-        eta, _r, _d, _a, _c, _o, _w = step_sizes(
-            energy[:, None], gain, ridge[:, None], pair[:, None], eps, floor, SCALED, DIRECT
-        )
-        gl.store(d_v + base + at, (eta * d_u).to(d_v.dtype.element_ty), mask=live[:, None])
+        d_eta = s_left.load(WIDE).to(gl.float32) * s_u.load(WIDE).to(gl.float32)
         to_gain, to_ridge, to_energy = step_gradient(
-            s_left.load(WIDE).to(gl.float32) * d_u, d_log, energy[:, None], gain, ridge[:, None], pair[:, None],
-            eps, floor, SCALED, DIRECT, True, EXACT=False,
+            d_eta, d_log, energy[:, None], gain, ridge[:, None], pair[:, None], eps, floor, SCALED, DIRECT, True,
+            EXACT=False,
         )  # fmt: skip
         gl.store(d_beta + base + at, to_gain.to(d_beta.dtype.element_ty), mask=live[:, None])
         if d_lam is not None:
             gl.store(d_lam + first * H + h + i * H, gl.sum(to_ridge, axis=1), mask=live)
         share += gl.sum(to_energy, axis=1)
 
-    to_end = gl.load(kept + at_chunk * D + gl.arange(0, D, along) + nil())[None, :]
-    s_left.store((s_m.load(WIDE).to(gl.float32) * to_end).to(dtype))
-    d_p = _fresh(s_r, s_m.permute((1, 0)), SQUARE)
-    d_gram = _fresh(s_w, s_m.permute((1, 0)), SQUARE)
-    d_p, d_gram = warpgroup_mma_wait(0, deps=(d_p, d_gram))
-    gl.thread_barrier()
-    later = _later(SQUARE)
-    s_scores.index(0).store(gl.where(later > 0 if BEFORE else later >= 0, d_p, 0.0).to(dtype))
-    s_scores.index(1).store(gl.where(later > 0, d_gram, 0.0).to(dtype))
-    _shown()
     share = gl.convert_layout(share, gl.SliceLayout(1, SQUARE))
     i = rows(HALF)
     source, live = source_rows(previous, first, i, low, high, SHIFT)
     pair = has_pair(unmasked, has_key, first, i, source, live, low, n)
     keep = pair & (source >= low)
+    if PARTS == 2:
+        d_q0, d_x0, d_q1, d_x1 = warpgroup_mma_wait(0, deps=(d_q0, d_x0, d_q1, d_x1))
+    else:
+        d_q0, d_x0 = _of_keys(s_r, s_w, s_end, s_in, s_scores, s_states, 0, PARTS)
+        d_q0, d_x0 = warpgroup_mma_wait(0, deps=(d_q0, d_x0))
     for part in gl.static_range(PARTS):
-        x = s_in.index(nil() + PARTS + part)
-        d_q_part = _fresh(s_r, s_states.index(nil() + part).permute((1, 0)), SQUARE)
-        d_q_part = warpgroup_mma(s_scores.index(nil()), x, d_q_part, is_async=True)
-        d_x = _fresh(s_w, s_states.index(nil() + part).permute((1, 0)), SQUARE)
-        d_x = warpgroup_mma(s_left, s_states.index(nil() + PARTS + part).permute((1, 0)), d_x, is_async=True)
-        d_x = warpgroup_mma(s_scores.index(nil()).permute((1, 0)), s_in.index(nil() + part), d_x, is_async=True)
-        d_x = warpgroup_mma(s_scores.index(nil() + 1).permute((1, 0)), x, d_x, is_async=True)
-        d_x = warpgroup_mma(s_scores.index(nil() + 1), x, d_x, is_async=True)
-        d_q_part, d_x = warpgroup_mma_wait(0, deps=(d_q_part, d_x))
+        d_x = d_x0
+        d_q_part = d_q0
+        if part == 1:
+            d_x = d_x1
+            d_q_part = d_q1
         _store_rows(d_q, d_q_part, first, i, h, part * 64, i < high, H, D, HALF)
         if not DIRECT or SCALED:
-            d_x += 2 * share[:, None] * x.load(SQUARE).to(gl.float32)
+            d_x += 2 * share[:, None] * s_in.index(PARTS + part).load(SQUARE).to(gl.float32)
         if previous is None:
             _store_rows(d_k, d_x, first - SHIFT, i, h, part * 64, keep, H, D, HALF)
             if SHIFT:  # a sequence's last token is paired with none
-                _store_rows(d_k, gl.zeros_like(d_x), first, i, h, part * 64, i == high - 1, H, D, HALF)
+                if high <= 64:
+                    _store_rows(d_k, gl.zeros_like(d_x), first, i, h, part * 64, i == high - 1, H, D, HALF)
         else:
             _store_rows(d_k, d_x, first, source.to(gl.int64), h, part * 64, keep, H, D, HALF)
         if d_key0 is not None:

@@ -29,7 +29,6 @@ from fastweight.kernels.launch import (
 )
 from fastweight.kernels.launch_hopper import descriptor
 
-WARPS = {64: 8, 128: 8}  # of a chunk's program on Hopper, by width
 UNKNOWN_ONE = 1  # what the kernels must not know to be 1 (solve_columns.py)
 
 
@@ -157,8 +156,8 @@ def backward_mild(plan, where, given, d_o, d_end, saved, out: Gradients) -> Tens
         given.q, given.k, d_o, given.beta, given.lam, *given[5:], energies, residual, state_rows(states),
         state_rows(out.states), kept, wild, out.q, out.k, out.v, out.beta, out.lam, out.key0, *tables(where),
         float(plan.eps), float(plan.floor), H=H, KH=given.q.shape[2], D=D, SHIFT=int(plan.shift),
-        SCALED=plan.scaled, DIRECT=plan.direct, BEFORE=plan.before, WARPS=WARPS[D],
-        num_warps=WARPS[D], maxnreg=128 if D == 64 or WARPS[D] == 16 else None,
+        SCALED=plan.scaled, DIRECT=plan.direct, BEFORE=plan.before, num_warps=8,
+        maxnreg=128 if D == 64 else None,
     )  # fmt: skip
     return wild
 
