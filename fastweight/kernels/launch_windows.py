@@ -33,7 +33,7 @@ ROWS = 64  # (token, pair of its window) of a part, at most
 PAIRS = 64  # of a block, and the tile that holds them
 HELD = windows_parts.HELD.value
 SIDES = windows_parts.SIDES.value
-TURN = 5000  # blocks of heads at a time, about: each takes some 200 KB while its gradients are found
+TURN = 3000  # blocks of heads at a time, about: each takes some 300 KB while its gradients are found
 
 
 @dataclass(frozen=True)
