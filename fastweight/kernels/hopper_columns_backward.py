@@ -185,16 +185,17 @@ def backward(
         its = (c & 1) * NUMBERS
         at = (last - c) * 64
         high = length - at
-        mbarrier.wait(bars[0].index(0), c & 1)
-        mbarrier.wait(key_bar[0].index(0), c & 1)
-        p = warpgroup_mma(q, x.permute((1, 0)), no_pairs, use_acc=False, is_async=True)
         log_decay = log_decays(gain, along(numbers, its + RHO, tall), floor)
         passed = log_decay.to(gl.float16)
-        g = warpgroup_mma(gl.convert_layout(passed, LEFT), ones.index(nil()), none, use_acc=False, is_async=True)
         total = gl.sum(log_decay, axis=1)
         inside = gl.sum(passed.to(gl.float32), axis=1)
         is_lost = (gl.min(log_decay, axis=1) < LEAST_CARRY) | (total < TAME)
         lost.store(gl.max(gl.reshape(is_lost.to(gl.int32), [num_warps, V // num_warps]), axis=1))
+        # What comes last, x, is waited for as late as may be.
+        mbarrier.wait(bars[0].index(0), c & 1)
+        mbarrier.wait(key_bar[0].index(0), c & 1)
+        p = warpgroup_mma(q, x.permute((1, 0)), no_pairs, use_acc=False, is_async=True)
+        g = warpgroup_mma(gl.convert_layout(passed, LEFT), ones.index(nil()), none, use_acc=False, is_async=True)
         tma.store_wait(0)
         gl.thread_barrier()
         leaving._reinterpret(gl.float32, [V, 64], STRIPS).store(gain)
