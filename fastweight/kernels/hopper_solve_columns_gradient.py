@@ -327,6 +327,12 @@ def backward_token(
     else:
         d_q0, d_x0 = _of_keys(s_r, s_w, s_end, s_in, s_scores, s_states, 0, PARTS)
         d_q0, d_x0 = warpgroup_mma_wait(0, deps=(d_q0, d_x0))
+    # Until here the products read these, and nothing may be lent their memory.
+    s_r._keep_alive()
+    s_w._keep_alive()
+    s_stage._keep_alive()
+    s_scores._keep_alive()
+    s_states._keep_alive()
     for part in gl.static_range(PARTS):
         d_x = d_x0
         d_q_part = d_q0
