@@ -115,13 +115,13 @@ def _back(
     H: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, WINDOW: tl.constexpr, PARTS: tl.constexpr,
     PAIRS: tl.constexpr, PART: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """What a part needs besides the parts after it: dO, dz so far, faded G with those, A and D of df."""
+    """What a part, if it is one, needs besides the parts after it: dO, dz so far, faded G with those, A and D of df."""
     u = tl.arange(0, HELD)
     s = tl.arange(0, SLOTS)
     part_of, pair_of, held, begin, _end = slot_places(s, decay, line, first, high, PARTS, WINDOW, PART)
     row = u + part * PART
-    do = load_tile(d_o, first, row, h, cv, (u < PART) & (row < high) & (row >= 0), H, V, BV)
-    keep = (row >= 0)[:, None] & (cv < V)[None, :]
+    do = load_tile(d_o, first, row, h, cv, (u < PART) & (row < high) & (part >= 0), H, V, BV)
+    keep = ((u >= 0) & (part >= 0))[:, None] & (cv < V)[None, :]
     dz = tl.load(lead + shelf + (u + part * HELD)[:, None] * V + cv[None, :], mask=keep, other=0.0)
     after = held & (part_of > part) & (part >= 0)
     stop = decay_rows(decay, line, first, part * PART + PART - 1, high)
