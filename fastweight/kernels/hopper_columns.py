@@ -242,6 +242,10 @@ def forward(
         gl.store(state1 + state_offsets(seg, h, block + nil(), H, K, V, wide), S)
     if spans is not None:
         gl.store(spans + (seg.to(gl.int64) * H + h) * V + column, passed_on)
+    # What copies out may still read is not lent to the search for the lowest: only one thread has waited for them.
+    rings[1]._keep_alive()
+    if READS:
+        leaving._keep_alive()
     keep_barriers(bars)
 
 
