@@ -7,8 +7,7 @@ import pytest
 import torch
 from column_checks import check_compiles_whole, check_one_beta_for_all_columns, check_without_tokens, decays_or_vanishes
 
-import fastweight as fw
-from fastweight.kernels import dispatch, launch_hopper, launch_solve_columns, unproven
+from fastweight.kernels import launch_hopper, launch_solve_columns
 from tests.interpreter import run_interpreted
 from tests.kernel_harness import (
     ALLOWED,
@@ -117,23 +116,6 @@ def test_exact_gradients_of_some_chunks(cuts, monkeypatch):
         assert (mine[~some] == 7).all(), name
 
 
-def test_what_no_device_has_checked_is_refused(monkeypatch):
-    """With a gain per value column on a CUDA device: widths above 128."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    monkeypatch.delenv(unproven.SWITCH, raising=False)
-    monkeypatch.setattr(dispatch, "_machine_reason", lambda device: None)
-    rule = fw.RULES["falcon-2"]
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        for width, refused in ((128, False), (256, True)):
-            q, k, v, beta = torch.empty(4, 1, 5, 1, width, device="cuda")
-            assert (dispatch.supported(q, k, v, beta, None, rule) is not None) == refused
-            assert dispatch.supported(q, k, v, torch.empty(1, 5, 1, device="cuda"), None, rule) is None
-            assert dispatch.supported(q, k, v, beta, None, fw.RULES["falcon-2a"]) is None
-        monkeypatch.setenv(unproven.SWITCH, "1")
-        assert dispatch.supported(q, k, v, beta, None, rule) is None
-
-
 @pytest.mark.skipif(INTERPRETED, reason="this is that process")
 @pytest.mark.slow
 def test_kernels_interpreted():
@@ -158,13 +140,7 @@ class TestForwardOnDevice:
 
 
 class TestOnDevice:
-    """What `supported` refuses until these tests have passed on a device."""
-
     pytestmark = gpu
-
-    @pytest.fixture(autouse=True)
-    def allow(self, monkeypatch):
-        monkeypatch.setenv(unproven.SWITCH, "1")
 
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
     @pytest.mark.parametrize("widths", WIDTHS, ids=str)

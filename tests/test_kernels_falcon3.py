@@ -5,7 +5,6 @@ import torch
 from test_kernels_windows import CASES as CONTINUED
 from test_kernels_windows import check as check_continued
 
-import fastweight as fw
 from tests.interpreter import run_interpreted
 from tests.kernel_harness import (
     INTERPRETED,
@@ -63,20 +62,6 @@ def test_interpreted_operator_foresees_its_shapes():
             foreseen = scan_forward(*torch.randn(3, 1, T, 1, 4), *[None] * 7, *flags, rebuild, save)
         assert [t.shape for t in foreseen] == [t.shape for t in found]
         assert [t.dtype for t in foreseen] == [t.dtype for t in found]
-
-
-@pytest.mark.parametrize("window", [4, 8])
-def test_too_wide_is_refused_on_a_device(window, monkeypatch):
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    from fastweight.kernels import dispatch
-
-    monkeypatch.setattr(dispatch, "_machine_reason", lambda device: None)
-    rule = fw.RULES["falcon-3"].replace(window=window)
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        for width, refused in ((128, False), (256, True)):
-            q, k, v = torch.empty(3, 1, 5, 1, width, device="cuda")
-            assert (dispatch.supported(q, k, v, None, None, rule) is not None) == refused
 
 
 @interpreted

@@ -40,15 +40,16 @@ def test_pieces_cover_a_sequence_and_fit_the_device(heads, chunks):
     assert walk.segments > 1 or heads * 2 >= launch.FEW_PROGRAMS or chunks < launch.LEAST_CHUNKS
 
 
-@pytest.mark.parametrize("asked", [True, False])
+@pytest.mark.parametrize(("dtype", "asked"), [(torch.bfloat16, False), (torch.float16, True), (torch.float16, False)])
 @pytest.mark.parametrize(
     ("window", "K", "V", "expected"), [(1, 64, 64, True), (4, 128, 128, False), (1, 128, 64, False)]
 )
-def test_one_walk_back_where_asked_for(monkeypatch, asked, window, K, V, expected):
-    """Without windows, and with square states."""
+def test_one_walk_back(monkeypatch, dtype, asked, window, K, V, expected):
+    """Without windows, and with square states; in float16 only where asked for."""
     monkeypatch.setenv(unproven.SWITCH, str(int(asked)))
     plan = launch.Plan(1e-6, 1e-4, True, False, False, False, False, False, window)
-    assert launch_hopper_additive.takes_backward(plan, given(K, V)) == (asked and expected)
+    taken = launch_hopper_additive.takes_backward(plan, given(K, V, dtype=dtype))
+    assert taken == (expected and (asked or dtype == torch.bfloat16))
 
 
 ON_HOPPER = [

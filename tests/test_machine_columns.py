@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fastweight.kernels import launch, launch_hopper_additive, launch_hopper_columns, unproven
+from fastweight.kernels import launch, launch_hopper_additive, launch_hopper_columns
 from tests.kernel_harness import Case, case, check, make
 from tests.machine import Hazard
 from tests.test_machine import KEEPS_APART, KERNELS, machine, taken  # noqa: F401
@@ -18,11 +18,6 @@ CASES = [
     case("falcon-2a", {"step": "direct", "ridge": "scaled"}, shape=(1, 70, 1, 1, 64, 64), ridge=0.1),
     case("falcon-2a", shape=(1, 100, 1, 1, 128, 128), state=True, ridge=1.0),
 ]
-
-
-@pytest.fixture(autouse=True)
-def asked(machine, monkeypatch):  # noqa: F811
-    monkeypatch.setenv(unproven.SWITCH, "1")
 
 
 def name(test: Case) -> str:

@@ -137,7 +137,7 @@ def forward(
     """One segment of one head, BV value columns: o, the final state, and with SAVE chunk states and key energies.
 
     spans: where wanted, the log2 decay of the whole segment [segments of all sequences, H, V]. wild: where given, only
-    the programs noted there (columns_tame.py).
+    the programs noted there (hopper_columns.py).
     """
     pid = tl.program_id(0)
     if wild is not None:  # noqa: SIM102

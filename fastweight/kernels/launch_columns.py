@@ -1,8 +1,7 @@
 """Host side of the inner-product class with a gain per value column: allocates, launches columns.py and its gradient.
 
-Calls that launch_hopper_columns knows first take its walks, and others of the kind that `forgets_little` knows
-columns_tame.py and hopper_columns_gradient.py. They note where decays are too strong for them; there, and for all other
-calls, the kernels that take any decay do the work.
+Calls that launch_hopper_columns knows first take its walks. They note where decays are too strong for them; there, and
+for all other calls, the kernels that take any decay do the work.
 
 Saved for the backward pass, per token and value head: 4 bytes of key energy, and K V / 64 elements of chunk states.
 """
@@ -16,10 +15,8 @@ from torch import Tensor
 from fastweight.kernels import (
     columns,
     columns_gradient,
-    columns_tame,
     launch_hopper_additive,
     launch_hopper_columns,
-    launch_hopper_gradient,
 )
 from fastweight.kernels.geometry import Geometry
 from fastweight.kernels.launch import (
@@ -54,14 +51,6 @@ def settings(plan: Any, given: Inputs) -> dict[str, Any]:
     """What the kernels take by name."""
     flags = {"SHIFT": int(plan.shift), "SCALED": plan.scaled, "DIRECT": plan.direct, "DOT": precision(given.v.dtype)}
     return {**flags, **given.widths, "V": given.v.shape[3]}
-
-
-def forgets_little(plan: Plan, given: Inputs, d_o: Tensor, states: Tensor, where: Geometry) -> bool:
-    """Whether the kernels for tame chunks come first: of what fits them, the calls they are made for."""
-    usual = plan.shift and not (plan.before or plan.scaled or plan.direct)
-    dense = where.cu is None and given.unmasked is None
-    same = given.q.shape[3] == given.v.shape[3] and given.v.dtype == torch.bfloat16
-    return usual and dense and same and launch_hopper_gradient.fits(given, d_o, states)
 
 
 def walk_tile(K: int, V: int, dtype: torch.dtype) -> Tile:
@@ -142,9 +131,6 @@ def walk_forward(
     wild = None
     if spans is None and launch_hopper_columns.fits(plan, given, walk.where.cu):
         wild = launch_hopper_columns.forward(plan, given, walk, start0, o, energies, states, state1)
-    elif walk.segments == 1 and forgets_little(plan, given, given.v, states, walk.where):
-        wild = torch.empty(programs, dtype=torch.int8, device=given.v.device)
-        start(columns_tame.forward, programs, *given, *filled, wild, *numbers, **flags)
     start(columns.forward, programs, *given, paths, *filled, wild, *numbers, **flags)
 
 
@@ -216,9 +202,6 @@ def rest(
         shares = energies.new_empty(blocks, 2, H, where.tokens)
         d_scores = given.v.new_empty(blocks, where.slots, H, 64, 64)
         common = (given.q, given.k, given.v, d_o, given.beta, given.lam, *given[5:], paths)
-        if wild is None and forgets_little(plan, given, d_o, states, where):
-            wild = torch.ones(where.slots, H, dtype=torch.int8, device=v.device)
-            launch_hopper_gradient.columns(plan, given, where, d_o, saved, out, wild)
         pairs = where.slots * H
         each = 1 if wild is None else min(triton.cdiv(pairs, LOOKING), columns_gradient.MOST.value)
         steps = where.slots, each, *steps

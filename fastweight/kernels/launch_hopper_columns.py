@@ -5,7 +5,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastweight.kernels import unproven
 from fastweight.kernels.launch import Gradients, Inputs, Plan, Walk, start
 from fastweight.kernels.launch_hopper import STAGES, blocks, descriptor, tiles
 from fastweight.kernels.launch_hopper import fits as is_dense
@@ -14,10 +13,10 @@ REVERSE_STAGES = 3  # chunks in shared memory; the walk in reverse for states al
 
 
 def fits(plan: Plan, given: Inputs, cu: Tensor | None) -> bool:
-    """Whether they compute this call: asked for, dense, bfloat16, K = V = 64 or 128, reads after writes."""
+    """Whether they compute this call: dense, bfloat16, K = V = 64 or 128, reads after writes."""
     if plan.before or given.v.dtype != torch.bfloat16 or given.q.shape[3] != given.v.shape[3]:
         return False
-    return unproven.asked_for() and given.v.shape[3] <= 128 and is_dense(given, cu)
+    return given.v.shape[3] <= 128 and is_dense(given, cu)
 
 
 def _programs(given: Inputs, pieces: int) -> int:

@@ -65,19 +65,3 @@ def additive(
         _rows(out.states), out.q, out.k, out.v, out.beta, out.lam, out.key0, *halo, *tables(where), float(plan.eps),
         float(plan.floor), WINDOW=plan.window, **_options(plan, given),
     )  # fmt: skip
-
-
-def columns(
-    plan: Plan, given: Inputs, where: Geometry, d_o: Tensor, saved: tuple[Tensor, ...], out: Gradients, wild: Tensor
-) -> None:
-    """Fills all gradients of chunks that are tame and notes the others; saved: energies, states; dS is in `out`."""
-    from fastweight.kernels import hopper_columns_gradient
-
-    energies, states = saved
-    flags: dict[str, Any] = {"SHIFT": int(plan.shift), "SCALED": plan.scaled, "DIRECT": plan.direct, "num_warps": 4}
-    start(
-        hopper_columns_gradient.backward_token, (where.slots * given.v.shape[2],),
-        given.q, given.k, given.v, d_o, given.beta, given.lam, *given[5:], energies, _rows(states), _rows(out.states),
-        out.q, out.k, out.v, out.beta, out.lam, out.key0, wild, *tables(where), float(plan.eps),
-        float(plan.floor), V=given.v.shape[3], **given.widths, **flags,
-    )  # fmt: skip

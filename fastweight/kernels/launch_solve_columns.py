@@ -13,7 +13,7 @@ import torch
 import triton
 from torch import Tensor
 
-from fastweight.kernels import launch_hopper_gradient, solve_columns, solve_columns_gradient, unproven
+from fastweight.kernels import launch_hopper_gradient, solve_columns, solve_columns_gradient
 from fastweight.kernels.geometry import Geometry
 from fastweight.kernels.launch import (
     FEW_PROGRAMS,
@@ -61,10 +61,10 @@ def couple(plan: Plan, given: Inputs, cu_seqlens: Tensor | None, energies: Tenso
 
 
 def fits_hopper(given: Inputs, d_o: Tensor, states: Tensor) -> bool:
-    """Whether the kernels on Hopper compute this call: asked for, and 64 or 128 key and as many value columns."""
-    asked = unproven.asked_for() and given.q.shape[3] == given.v.shape[3]
+    """Whether the kernels on Hopper compute this call: of 64 or 128 key and as many value columns."""
+    square = given.q.shape[3] == given.v.shape[3]
     assert given.beta is not None, "every call here has a gain per value column"
-    return asked and given.beta.data_ptr() % 16 == 0 and launch_hopper_gradient.fits(given, d_o, states)
+    return square and given.beta.data_ptr() % 16 == 0 and launch_hopper_gradient.fits(given, d_o, states)
 
 
 def _walk(kernel: Any, plan: Plan, given: Inputs, where: Geometry, values: Tensor, *results) -> None:
