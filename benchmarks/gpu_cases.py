@@ -3,8 +3,9 @@
 An op is some mathematics (inputs, judge, floor); a case is somebody's code for it, ours or a library's. Everyone gets
 the same bfloat16 tokens and float32 gates and is judged by the float64 recurrence of the op.
 
-Traps: peers are imported in the process that runs them, at scale 1. FLA must be imported with
-FLA_DISABLE_BACKEND_DISPATCH=1, or it hands its call to FlashQLA; it tunes for minutes at every new head count.
+Traps: peers are imported in the process that runs them, at scale 1. FLA must be imported with FLA_FLASH_QLA=0, or it
+hands its call to FlashQLA; it may hand its gated backward to TileLang, without which it refuses that on Hopper with
+Triton before 3.7.1. It tunes for minutes at every new head count.
 """
 
 import importlib
@@ -174,7 +175,7 @@ def _softmax() -> Callable[[Given], Tensor]:
 
 def _delta_of(module: str) -> Callable[[], Callable[[Given], Tensor]]:
     def make() -> Callable[[Given], Tensor]:
-        os.environ["FLA_DISABLE_BACKEND_DISPATCH"] = "1"
+        os.environ["FLA_FLASH_QLA"] = "0"
         rule = importlib.import_module(module).chunk_gated_delta_rule
 
         def call(given: Given) -> Tensor:
@@ -187,7 +188,7 @@ def _delta_of(module: str) -> Callable[[], Callable[[Given], Tensor]]:
 
 
 def _delta_product() -> Callable[[Given], Tensor]:
-    os.environ["FLA_DISABLE_BACKEND_DISPATCH"] = "1"
+    os.environ["FLA_FLASH_QLA"] = "0"
     product = importlib.import_module("fla.ops.gated_delta_product").chunk_gated_delta_product
 
     def call(given: Given) -> Tensor:
@@ -198,7 +199,7 @@ def _delta_product() -> Callable[[Given], Tensor]:
 
 
 def _simple_gla() -> Callable[[Given], Tensor]:
-    os.environ["FLA_DISABLE_BACKEND_DISPATCH"] = "1"
+    os.environ["FLA_FLASH_QLA"] = "0"
     attention = importlib.import_module("fla.ops.simple_gla").chunk_simple_gla
 
     def call(given: Given) -> Tensor:

@@ -78,6 +78,10 @@ def verdicts(found: dict[str, Any]) -> list[tuple[Target, Shape, float | None]]:
     return judged
 
 
+def _last_line(text: str) -> str:
+    return text.strip().splitlines()[-1].replace("|", "/")
+
+
 def _shape(shape: Shape) -> str:
     return " x ".join(map(str, shape))
 
@@ -95,7 +99,7 @@ def _times(found: dict[str, Any]) -> list[str]:
                 continue
             op = OPS[CASES[row["op"]].op]
             if "forward_ms" not in row:
-                rows.append([row["op"], row.get("failed", "wrong: not timed")[:80], *[""] * 6])
+                rows.append([row["op"], _last_line(row.get("failed", "wrong: not timed"))[:80], *[""] * 6])
                 continue
             low, (name, error) = floors(op, shape, found["ceilings"]), worst(row)
             judged = CASES[row["op"]].judged
@@ -207,7 +211,8 @@ def draw(path: Path, found: dict[str, Any]) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(15, 9), width_ratios=(1, 1.25))
+    height = 4 + 0.22 * sum("forward_ms" in row for row in found["rows"])
+    figure, (left, right) = plt.subplots(1, 2, figsize=(15, height), width_ratios=(1, 1.25))
     _roof(left, found)
     _bars(right, found)
     where = found["machine"]
@@ -233,8 +238,10 @@ def _roof(axes: Any, found: dict[str, Any]) -> None:
                 filled = "none" if case.peer else colours[case.op]
                 axes.scatter(work / size, work / row[name] / 1e9, marker=marker, s=36, facecolors=filled,
                              edgecolors=colours[case.op], linewidths=1.2)  # fmt: skip
+    shown = {CASES[row["op"]].op for row in found["rows"] if "forward_ms" in row}
     for name, colour in colours.items():
-        axes.scatter([], [], marker="o", color=colour, label=name)
+        if name in shown:
+            axes.scatter([], [], marker="o", color=colour, label=name)
     axes.scatter([], [], marker="o", facecolors="none", edgecolors="grey", label="a peer's code (hollow)")
     axes.scatter([], [], marker="o", color="grey", label="forward")
     axes.scatter([], [], marker="s", color="grey", label="forward + backward")
@@ -242,11 +249,12 @@ def _roof(axes: Any, found: dict[str, Any]) -> None:
     axes.set_yscale("log")
     axes.minorticks_off()
     axes.set_xticks([30, 60, 100, 200, 400], ["30", "60", "100", "200", "400"])
-    axes.set_yticks([25, 50, 100, 200, 400, 800], ["25", "50", "100", "200", "400", "800"])
+    marks = [1.5625 * 2**n for n in range(10) if 1.5625 * 2**n > axes.get_ylim()[0]]
+    axes.set_yticks(marks, [f"{mark:.3g}" for mark in marks])
     axes.set_xlabel("operations per byte that must move")
     axes.set_ylabel("TFLOP/s achieved")
     axes.set_title(f"Roof: {bandwidth:.2f} TB/s and {peak:.0f} TFLOP/s, measured in the run", fontsize=10)
-    axes.legend(fontsize=8, frameon=False, loc="lower right")
+    axes.legend(fontsize=8, frameon=False, loc="lower left")
     axes.spines[["top", "right"]].set_visible(False)
 
 
@@ -268,6 +276,11 @@ def _bars(axes: Any, found: dict[str, Any]) -> None:
         place += 0.6
     axes.set_yticks([at for at, _ in labels], [text for _, text in labels], fontsize=7)
     axes.invert_yaxis()
+    axes.set_xscale("log")
     axes.axvline(1, color="black", linewidth=1)
+    axes.set_xlim(left=0.9)
+    marks = [mark for mark in (1, 2, 5, 10, 20, 50, 100, 200, 500) if mark < axes.get_xlim()[1]]
+    axes.set_xticks(marks, [str(mark) for mark in marks])
+    axes.minorticks_off()
     axes.set_title("Time over the floor (1 is the device's limit); pale: forward, full: forward + backward", fontsize=9)
     axes.spines[["top", "right"]].set_visible(False)
