@@ -178,26 +178,9 @@ def backward_columns(
                 if tl.load(wild + at) != 0:
                     n, first, low, high = chunk_span(at // H, cu, chunk_seq, chunk_start, length, chunks, 64)
                     _columns(
-                        given,
-                        at // H,
-                        at % H,
-                        block,
-                        n,
-                        first,
-                        low,
-                        high,
-                        H,
-                        KH,
-                        K,
-                        V,
-                        BK,
-                        BV,
-                        SHIFT,
-                        SCALED,
-                        DIRECT,
-                        BEFORE,
-                        DOT,
-                    )
+                        given, at // H, at % H, block, n, first, low, high,
+                        H, KH, K, V, BK, BV, SHIFT, SCALED, DIRECT, BEFORE, DOT,
+                    )  # fmt: skip
 
 
 @triton.jit

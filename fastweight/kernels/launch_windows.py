@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastweight.kernels import windows, windows_gradient, windows_maps, windows_parts
+from fastweight.kernels import windows, windows_finish, windows_gradient, windows_maps, windows_parts
 from fastweight.kernels.geometry import Geometry
 from fastweight.kernels.launch import (
     Gradients,
@@ -279,14 +279,14 @@ def _rest(plan, given, where, block, known: tuple[Tensor, ...], d_o, states, out
             SCALED=plan.scaled, DIRECT=plan.direct, DOT=exact, **common, num_warps=2,
         )  # fmt: skip
         start(
-            windows_gradient.finish, (turn.blocks, H),
+            windows_finish.finish, (turn.blocks, H),
             given.q, given.k, d_o, given.key0, given.has_key, given.unmasked, found.decay, states, out.states,
             wrote, df, d_gram, d_reads, out.q, out.k, out.key0, shared, *place, **widths,
             **token_tile(K, V, dtype)._asdict(),
         )  # fmt: skip
     if turns:
         start(
-            windows_gradient.add_shared, (where.slots, H),
+            windows_finish.add_shared, (where.slots, H),
             shared, out.k, *tables(where)[:5], H=H, K=K, BK=wide(K), WINDOW=block.window, TOKENS=block.tokens,
             SHIFT=int(plan.shift), num_warps=4,
         )  # fmt: skip
