@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from benchmarks import gpu, gpu_cases, gpu_child, gpu_report, gpu_worker
+from benchmarks import gpu, gpu_cases, gpu_child, gpu_kernels, gpu_report, gpu_worker
 from benchmarks.gpu_cases import CASES, OPS, SHAPES, Case
 
 RATES = {"copy_bytes_per_s": 4e12, "bf16_flop_per_s": 7e14}
@@ -168,3 +168,11 @@ def test_every_label_is_known_and_shapes_fit_widths():
         assert {target.label, target.against} <= set(CASES)
     with pytest.raises(SystemExit, match="--only"):
         gpu.main(["--only", "nobody"])
+
+
+def test_kernels_of_a_step_by_their_share():
+    found = gpu_kernels.table([("small", 3.0, 3), ("tiny", 0.3, 3), ("large", 6000.0, 6)])
+    assert found == ["   2.001 ms", "   2.000 ms  x2  large", "   0.001 ms  x1  small"]
+    for words in ([], ["falcon-1"], ["falcon-9", "0"], ["falcon-1", "9"]):
+        with pytest.raises(SystemExit, match="arguments: got"):
+            gpu_kernels.main(words)
