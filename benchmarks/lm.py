@@ -260,15 +260,16 @@ def machine() -> dict[str, str]:
 
     import torch
 
+    from fastweight.evaluation.provenance import commit
+
     on_gpu = torch.cuda.is_available()
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "device": torch.cuda.get_device_name() if on_gpu else "a CPU: no speeds",
         "torch": torch.__version__,
         "triton": version("triton") if on_gpu else "none",
         "transformers": version("transformers"),
-        "commit": commit.stdout.strip() or os.environ.get("COMMIT", "unknown"),
+        "commit": commit(),
         "command": "python -m benchmarks.lm",
     }
 

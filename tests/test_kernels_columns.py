@@ -2,7 +2,13 @@
 
 import pytest
 import torch
-from column_checks import check_compiles_whole, check_one_beta_for_all_columns, check_without_tokens, decays_or_vanishes
+from column_checks import (
+    check_compiles_whole,
+    check_one_beta_for_all_columns,
+    check_without_tokens,
+    decays_or_vanishes,
+    given_up,
+)
 
 from tests.interpreter import run_interpreted
 from tests.kernel_harness import (
@@ -144,19 +150,7 @@ class TestOnHopper:
         """How many programs and chunks each launch gave up."""
         if torch.cuda.get_device_capability()[0] != 9:
             pytest.skip("needs a Hopper device")
-        from fastweight.kernels import launch_hopper_columns
-
-        noted: list[int] = []
-        for way in ("forward", "backward"):
-            real = getattr(launch_hopper_columns, way)
-
-            def counted(*arguments, real=real):
-                wild = real(*arguments)
-                noted.append(int(wild.sum()))
-                return wild
-
-            monkeypatch.setattr(launch_hopper_columns, way, counted)
-        return noted
+        return given_up(monkeypatch)
 
     @pytest.mark.parametrize("test", WALKS, ids=lambda test: str(WALKS.index(test)))
     def test_options(self, test, taken):

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from fastweight.kernels import launch, launch_hopper_additive, launch_hopper_columns
+from fastweight.kernels import launch, launch_hopper_additive
+from tests.column_checks import given_up
 from tests.kernel_harness import Case, case, check, make
 from tests.machine import Hazard
 from tests.test_machine import KEEPS_APART, KERNELS, machine, taken  # noqa: F401
@@ -27,17 +28,7 @@ def name(test: Case) -> str:
 @pytest.fixture
 def lost(monkeypatch):
     """Grows by how many programs and chunks each launch gave up."""
-    noted: list[int] = []
-    for way in ("forward", "backward"):
-        real = getattr(launch_hopper_columns, way)
-
-        def counted(*arguments, real=real):
-            wild = real(*arguments)
-            noted.append(int(wild.sum()))
-            return wild
-
-        monkeypatch.setattr(launch_hopper_columns, way, counted)
-    return noted
+    return given_up(monkeypatch)
 
 
 @pytest.mark.parametrize("test", CASES, ids=name)

@@ -47,7 +47,6 @@ PAIR = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 
 ONE = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 16, 16]))
 STRIPS = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 8, order=[1, 0]))  # rows of 128 bytes miss each other's banks
 STRIPS_ONE = gl.constexpr(gl.SwizzledSharedLayout(4, 2, 4, order=[1, 0]))  # of 64 bytes
-LEFT_STATE = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=STATE.value, k_width=2))
 LEFT_PAIR = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=PAIR.value, k_width=2))
 LEFT_ONE = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=ONE.value, k_width=2))
 

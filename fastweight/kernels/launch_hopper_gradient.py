@@ -21,7 +21,7 @@ def fits(given: Inputs, d_o: Tensor, states: Tensor) -> bool:
     return aligned and available(given.v.device)
 
 
-def _rows(states: Tensor) -> Any:
+def state_rows(states: Tensor) -> Any:
     """Descriptor of 64 key rows of chunk states [chunks, H, K, V]."""
     V = states.shape[-1]
     return descriptor(states, [states.numel() // V, V], [V, 1], [64, V])
@@ -42,8 +42,8 @@ def solve(plan: Plan, given: Inputs, where: Geometry, d_o: Tensor, saved: tuple[
     halo = out.k.new_empty(where.slots, *out.k.shape[2:]) if shared else None
     start(
         hopper_solve_gradient.backward_token, (where.slots * given.v.shape[2],),
-        given.q, given.k, d_o, given.beta, given.lam, *given[5:], eta, decay, residual, _rows(states), out.v,
-        None if shared else _rows(out.states), *rooms, out.q, out.k, out.beta, out.lam, out.key0, halo,
+        given.q, given.k, d_o, given.beta, given.lam, *given[5:], eta, decay, residual, state_rows(states), out.v,
+        None if shared else state_rows(out.states), *rooms, out.q, out.k, out.beta, out.lam, out.key0, halo,
         *tables(where), float(plan.eps), float(plan.floor), DECAYED=plan.decayed, **_options(plan, given),
     )  # fmt: skip
     if halo is not None and plan.shift:
@@ -61,7 +61,7 @@ def additive(
     weight, decay, states = saved
     start(
         hopper_additive_gradient.backward_token, (where.slots * given.v.shape[2],),
-        given.q, given.k, given.v, d_o, given.beta, given.lam, *given[5:], weight, decay, _rows(states),
-        _rows(out.states), out.q, out.k, out.v, out.beta, out.lam, out.key0, *halo, *tables(where), float(plan.eps),
-        float(plan.floor), WINDOW=plan.window, **_options(plan, given),
+        given.q, given.k, given.v, d_o, given.beta, given.lam, *given[5:], weight, decay, state_rows(states),
+        state_rows(out.states), out.q, out.k, out.v, out.beta, out.lam, out.key0, *halo, *tables(where),
+        float(plan.eps), float(plan.floor), WINDOW=plan.window, **_options(plan, given),
     )  # fmt: skip

@@ -27,7 +27,7 @@ from fastweight.kernels.launch import (
     tables,
     wide,
 )
-from fastweight.kernels.launch_hopper import descriptor
+from fastweight.kernels.launch_hopper_gradient import state_rows
 
 UNKNOWN_ONE = 1  # what the kernels must not know to be 1 (solve_columns.py)
 
@@ -131,12 +131,6 @@ def backward(plan, d_o, d_state1, q, k, v, beta, lam, key0, has_key, mask, cu_se
     if where.slots and H:
         backward_chunk(where, given, (*common, energies), (residual, states), out, wild, blocks, steps, named)
     return out.result()
-
-
-def state_rows(states: Tensor) -> Any:
-    """Descriptor of 64 key rows of chunk states [chunks, H, K, V]."""
-    V = states.shape[-1]
-    return descriptor(states, [states.numel() // V, V], [V, 1], [64, V])
 
 
 def backward_mild(plan, where, given, d_o, d_end, saved, out: Gradients) -> Tensor:
