@@ -1,6 +1,8 @@
 """lm-evaluation-harness: our model under its name, made-up tasks offline, and figures that agree with our own."""
 
 import json
+import multiprocessing
+import os
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +146,21 @@ def test_perplexities_agree_with_our_own(loaded: LanguageModel, data: Path) -> N
     lambada = scores["local_lambada"]
     assert lambada.measures["perplexity"] == pytest.approx(words.perplexity, rel=1e-5)
     assert lambada.measures["acc"] == words.accuracy
+
+
+def test_nothing_is_forked(
+    loaded: LanguageModel, data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The harness draws standard errors of perplexities in forks, and a fork of a process with threads can hang."""
+
+    def refused(*args: Any, **options: Any) -> None:
+        raise AssertionError("a fork")
+
+    monkeypatch.setattr(multiprocessing, "Pool", refused)
+    monkeypatch.delenv("DISABLE_MULTIPROC", raising=False)
+    run(loaded, data, ["local_lambada"], length=LENGTH)
+    assert "bootstrapping for stddev: perplexity" in capsys.readouterr().out
+    assert "DISABLE_MULTIPROC" not in os.environ
 
 
 def test_shots_and_limits_are_obeyed(loaded: LanguageModel, data: Path) -> None:

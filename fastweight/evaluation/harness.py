@@ -7,7 +7,9 @@ the paper is over all eight; over fewer it is called what it is.
 
 import importlib
 import logging
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -94,17 +96,32 @@ def evaluate(
         tokenizer=loaded.tokenizer.to_transformers(),
         batch_size=batch_size,
     )
-    found = harness.simple_evaluate(
-        model=model,
-        tasks=list(tasks),
-        num_fewshot=num_fewshot,
-        limit=limit,
-        task_manager=manager,
-        bootstrap_iters=100,
-        log_samples=False,
-    )
+    with _one_process():
+        found = harness.simple_evaluate(
+            model=model,
+            tasks=list(tasks),
+            num_fewshot=num_fewshot,
+            limit=limit,
+            task_manager=manager,
+            bootstrap_iters=100,
+            log_samples=False,
+        )
     assert found is not None, "only ranks above 0 get nothing"
     return [_score(task, found) for task in tasks]
+
+
+@contextmanager
+def _one_process() -> Iterator[None]:
+    """Standard errors are drawn here: the harness would fork, and a fork of a process with threads can hang for ever."""
+    before = os.environ.get("DISABLE_MULTIPROC")
+    os.environ["DISABLE_MULTIPROC"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["DISABLE_MULTIPROC"]
+        else:
+            os.environ["DISABLE_MULTIPROC"] = before
 
 
 def average(scores: Sequence[TaskScore]) -> tuple[str, float] | None:
