@@ -136,5 +136,5 @@ def test_workers_give_the_same_items_in_the_same_order(shards: Shards) -> None:
     windows = Windows(shards, 4, epochs=2)
     here = torch.cat([item["input_ids"] for item in windows])
     assert torch.equal(here, torch.cat([item["input_ids"] for item in pickle.loads(pickle.dumps(windows))]))
-    loader = DataLoader(windows, batch_size=2, num_workers=2, multiprocessing_context="fork")
+    loader = DataLoader(windows, batch_size=2, num_workers=2, multiprocessing_context="spawn")
     assert torch.equal(here, torch.cat([batch["input_ids"].flatten() for batch in loader]))
