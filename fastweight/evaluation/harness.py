@@ -112,7 +112,7 @@ def evaluate(
 
 @contextmanager
 def _one_process() -> Iterator[None]:
-    """Standard errors are drawn here: the harness would fork, and a fork of a process with threads can hang for ever."""
+    """Standard errors are drawn here: the harness would fork, and a fork of a process with threads can hang."""
     before = os.environ.get("DISABLE_MULTIPROC")
     os.environ["DISABLE_MULTIPROC"] = "1"
     try:
