@@ -49,6 +49,9 @@ class LayerState(NamedTuple):
         return cls(tensors[prefix + "conv"], State.from_tensors(tensors, prefix + "memory."))
 
 
+torch.serialization.add_safe_globals([LayerState])  # as State
+
+
 class MemoryOptions(TypedDict, total=False):
     """Keywords that every memory layer takes.
 

@@ -106,3 +106,6 @@ class State(NamedTuple):
     def nbytes(self) -> int:
         """Bytes held, all sequences together."""
         return sum(field.numel() * field.element_size() for field in self)
+
+
+torch.serialization.add_safe_globals([State])  # nothing but tensors: torch.load takes it with weights_only
