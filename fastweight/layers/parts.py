@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from fastweight.memory.modes import without_autocast
+
 SHORTEST_STEP, LONGEST_STEP = 1e-3, 1e-1  # dt of the first and of the last head at step 0
 GOLDEN = (5**0.5 - 1) / 2
 
@@ -123,7 +125,7 @@ class Gate(WideParameters):
     def forward(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T n"]:
         # Sharded training may hand the parameters over in half precision; the arithmetic stays float32 all the same.
         weight, bias = at_least_float32(self.weight), at_least_float32(self.bias)
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x.device.type):
             return F.linear(x.to(weight.dtype), weight, bias)
 
 

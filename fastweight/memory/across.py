@@ -23,6 +23,7 @@ from torch import Tensor
 from fastweight.memory import borders
 from fastweight.memory.inputs import Around, Inputs, working_dtype
 from fastweight.memory.maps import ChunkMap
+from fastweight.memory.modes import without_autocast
 from fastweight.memory.rules import Rule
 from fastweight.memory.state import State
 from fastweight.memory.writes import pair
@@ -75,7 +76,7 @@ def attend(inputs: Inputs, call: Any, around: Around, output_final_state: bool, 
         inputs, call, around._replace(initial_state=state), place, Layout.of(place, rows, v.shape[1], cu), run,
         _anchor(*inputs, *state),
     )  # fmt: skip
-    with torch.autocast(v.device.type, enabled=False):
+    with without_autocast(v.device.type):
         o, states, received = _computed(here)
         if not output_final_state:
             return tie((o,), received)[0], None

@@ -6,8 +6,7 @@ nothing: with unnormalised keys and a direct step, eta |x|^2 must stay below 2 f
 is the caller's business (the layer normalises q and k). Keys come unshifted: the op pairs.
 """
 
-import contextlib
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -16,6 +15,7 @@ from torch import Tensor
 from fastweight.memory import checks, fused, packing
 from fastweight.memory.block import block
 from fastweight.memory.inputs import Around, Inputs, working_dtype
+from fastweight.memory.modes import transformed, without_autocast
 from fastweight.memory.recurrent import recurrent
 from fastweight.memory.rules import Rule, rule_of
 from fastweight.memory.state import State
@@ -249,11 +249,12 @@ def _attend_here(inputs: Inputs, call: _Call, around: Around, output_final_state
     v, (initial_state, mask, cu_seqlens) = inputs.v, around
     N = len(v) if cu_seqlens is None else len(cu_seqlens) - 1
     dtype = working_dtype(*inputs)
+    call = _transformable(call, inputs) if transformed() else call
     # Zeros that nobody reads cost more than some kernels: without anything carried only single tokens need a state.
     fresh = initial_state is None and v.shape[1] != 1
     state = None if fresh else _start(initial_state, call.rule, N, inputs.k, v, dtype)
     kernels = _use_kernels(inputs, call, around, state)
-    with _without_autocast(v.device.type):
+    with without_autocast(v.device.type):
         if kernels == "step" and state is not None:
             o, new = fused.step(inputs, call.rule, state, mask)
             return o, new if output_final_state else None
@@ -269,11 +270,19 @@ def _attend_here(inputs: Inputs, call: _Call, around: Around, output_final_state
     return o.to(v.dtype), state if output_final_state else None
 
 
-def _without_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
-    """Nothing where autocast is off anyway: entering and leaving it costs 10 us of a call's 100."""
-    if torch.compiler.is_compiling() or torch.is_autocast_enabled(device):
-        return torch.autocast(device, enabled=False)
-    return contextlib.nullcontext()
+def _transformable(call: _Call, inputs: Inputs) -> _Call:
+    """The call inside a transform of torch.func: token by token, in operations that it can see through."""
+    rule = call.rule
+    measured = rule.step == "normalized" or (rule.ridge == "scaled" and inputs.lam is not None)
+    if call.form not in ("auto", "recurrent") or call.backend == "triton":
+        got = f"{call.form!r} with backend {call.backend!r} inside a transform of torch.func"
+        checks.fail(
+            "form", got, "'recurrent' or 'auto' with backend 'torch' or 'auto': other backwards are hand-written"
+        )
+    if rule.objective == "regression" and rule.window > 1 and measured:
+        got = f"{rule.name!r} with a window of {rule.window} inside a transform of torch.func"
+        checks.fail("rule", got, "another rule, or torch.autograd: the backward of its top eigenvalue is hand-written")
+    return call._replace(form="recurrent", backend="torch")
 
 
 def _use_kernels(inputs: Inputs, call: _Call, around: Around, state: State | None) -> Literal["", "step", "scan"]:

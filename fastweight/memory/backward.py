@@ -13,13 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastweight.memory.modes import without_autocast
+
 
 def exact_backward(backward: Callable[..., tuple[Tensor | None, ...]]) -> Callable[..., Any]:
     """Runs a backward in the precision of its tensors, and lets nobody differentiate through it again."""
 
     @wraps(backward)
     def run(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        with torch.no_grad(), torch.autocast(grads[0].device.type, enabled=False):
+        with torch.no_grad(), without_autocast(grads[0].device.type):
             results = backward(ctx, *grads)
         if not torch.is_grad_enabled():
             return results

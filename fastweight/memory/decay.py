@@ -16,6 +16,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from fastweight.memory.modes import may_look
+
 _WEAK = 16.0  # up to this |u| a float32 difference is good to 1e-6 relative
 
 
@@ -60,8 +62,7 @@ def decays(log_decay: Float[Tensor, "M C"], read_before: bool, residual_before: 
 
 def _between(u: Float[Tensor, "M C"], dtype: torch.dtype) -> Float[Tensor, "M C C"]:
     """exp(u_t - u_s) for s <= t, else 0."""
-    # Looking at the values costs a synchronisation on a GPU, and a graph break under torch.compile.
-    if u.device.type == "cpu" and not torch.compiler.is_compiling() and bool((u[:, -1] > -_WEAK).all()):
+    if may_look(u) and bool((u[:, -1] > -_WEAK).all()):
         u = u.to(dtype)
     exponent = (u[:, :, None] - u[:, None, :]).to(dtype)
     hidden = torch.ones(u.shape[-1], u.shape[-1], dtype=torch.bool, device=u.device).triu(1)

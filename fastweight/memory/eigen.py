@@ -11,6 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fastweight.memory.backward import exact_backward
+from fastweight.memory.modes import may_look
 
 _FEW = 256  # matrices up to which LAPACK is quicker on a CPU
 _SWEEPS = 12  # cyclic Jacobi converges quadratically; windows up to 16 need 4 to 8 sweeps in float64
@@ -37,7 +38,7 @@ class _TopEigenvalue(torch.autograd.Function):
     def forward(ctx, upper: Tensor, R: int) -> Tensor:
         if R == 2:
             value, vector = _two(upper)
-        elif upper[0].numel() <= _FEW and _may_look(upper):
+        elif upper[0].numel() <= _FEW and may_look(upper):
             value, vector = _lapack(upper, R)
         else:
             value, vector = _jacobi(upper, R)
@@ -51,11 +52,6 @@ class _TopEigenvalue(torch.autograd.Function):
         # An off-diagonal entry stands for two entries of the matrix, hence the factor 2.
         parts = [vector[i] * vector[j] * (1 if i == j else 2) for i, j in triangle(len(vector))]
         return torch.stack(parts) * grads[0], None
-
-
-def _may_look(upper: Tensor) -> bool:
-    """Whether values may steer the work: on a GPU it costs a synchronisation, under torch.compile a graph break."""
-    return upper.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def _lapack(upper: Tensor, R: int) -> tuple[Tensor, Tensor]:
@@ -97,7 +93,7 @@ def _jacobi(upper: Tensor, R: int) -> tuple[Tensor, Tensor]:
         for p in range(R - 1):
             for q in range(p + 1, R):
                 _rotate(A, U, p, q)
-        if _may_look(upper) and _converged(A, R):
+        if may_look(upper) and _converged(A, R):
             break
     value, index = torch.stack([A[i, i] for i in range(R)]).max(dim=0)
     return value, torch.stack(U).take_along_dim(index[None, None], dim=0).squeeze(0)

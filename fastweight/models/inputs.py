@@ -13,6 +13,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from fastweight.layers.convolution import position_in_document
+from fastweight.memory.modes import has_values
 from fastweight.parallel.group import current, gather
 from fastweight.parallel.layout import whole
 
@@ -32,7 +33,7 @@ def padding_mask(
             "with one more column in front for every cached token"
         )
     mask = attention_mask.bool()
-    return None if not torch.compiler.is_compiling() and bool(mask.all()) else mask
+    return None if has_values(mask) and bool(mask.all()) else mask
 
 
 def one_of(name: str, value: Any, other_name: str, other: Any) -> Any:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from fastweight.layers.parts import at_least_float32
+from fastweight.memory.modes import without_autocast
 
 IGNORED = -100
 KEYWORDS = ("num_items_in_batch", "ignore_index", "shift_labels")  # that a loss may be given through `forward`
@@ -135,7 +136,7 @@ def linear_cross_entropy(
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"chunk_size: got {chunk_size}, expected at least 1 token")
     kind = hidden.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+    dtype = torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else hidden.dtype
     if chunk_size is None:
         chunk_size = max(1, CHUNK_ENTRIES.get(kind, CHUNK_ENTRIES["cpu"]) // len(weight))
     grad = torch.is_grad_enabled()
@@ -150,7 +151,7 @@ def _chunks(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The sum of losses and its gradients; an operator, so that a compiler leaves the loop alone."""
     vocab, wide = len(weight), torch.promote_types(dtype, torch.float32)
-    with torch.autocast(hidden.device.type, enabled=False):
+    with without_autocast(hidden.device.type):
         matrix = _aligned(weight.to(dtype))
         total = torch.zeros((), dtype=wide, device=hidden.device)
         d_hidden = torch.empty_like(hidden) if want_hidden else hidden.new_empty(0)

@@ -1,0 +1,36 @@
+"""The modes of torch that a call may be made in: autocast, tracing without values, the transforms of torch.func.
+
+Each is asked about in one place, here. Traps: the meta device has no autocast, and asking it raises; a fake tensor says
+that it lies on a CPU and still has no values; torch.func takes a hand-written backward for an error of its own.
+"""
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def without_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
+    """Nothing where autocast is off anyway: entering and leaving it costs 10 us of a call's 100."""
+    if torch.compiler.is_compiling():
+        return torch.autocast(device, enabled=False)
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return contextlib.nullcontext()
+    return torch.autocast(device, enabled=False)
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Whether its values may steer the work: under torch.compile that is a graph break; meta and fake tensors have
+    none."""
+    return not torch.compiler.is_compiling() and type(tensor) is Tensor and tensor.device.type != "meta"
+
+
+def may_look(tensor: Tensor) -> bool:
+    """`has_values`, for what is only worth while where it costs no synchronisation."""
+    return tensor.device.type == "cpu" and has_values(tensor)
+
+
+def transformed() -> bool:
+    """Whether a transform of torch.func (vmap, grad, jvp, ...) is at work around the call."""
+    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
