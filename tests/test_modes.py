@@ -92,3 +92,20 @@ def test_a_state_saved_by_torch_save_loads_with_the_usual_safety():
     assert isinstance(again, fw.State)
     assert all(torch.equal(a, b) for a, b in zip(again, state, strict=True))
     assert torch.equal(layer_again.memory.S, layer_state.memory.S)
+
+
+def test_a_layer_is_differentiated_twice_and_per_sample():
+    torch.manual_seed(0)
+    layer = fw.FastWeightAttention(8, 2, rule="falcon-1", form="recurrent").double()
+    x = torch.randn(3, 5, 8, dtype=torch.float64, requires_grad=True)
+    weights = dict(layer.named_parameters())
+
+    def loss(weights, row):
+        return torch.func.functional_call(layer, weights, (row[None],))[0].square().sum()
+
+    per_sample = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(weights, x.detach())
+    for row in range(3):
+        expected = torch.autograd.grad(loss(weights, x[row]), list(weights.values()))
+        for (name, gradient), wanted in zip(per_sample.items(), expected, strict=True):
+            assert_close(gradient[row], wanted, torch.float64, "gradient", name)
+    assert torch.autograd.gradgradcheck(lambda x: layer(x[:1])[0], (x,))

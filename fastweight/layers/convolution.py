@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from fastweight.layers.parts import at_least_float32
+from fastweight.memory.modes import transformed
 from fastweight.parallel.group import current
 
 
@@ -30,7 +30,8 @@ def position_in_document(cu_seqlens: Int[Tensor, " N+1"], num_tokens: int) -> In
 class _Taps(torch.autograd.Function):
     """y_t = sum_j weight[:, j] window_{t+j} with window = (cache, x), as W scaled additions: twice as fast as a grouped
     conv1d on a CPU, and elementwise work that a compiler fuses into one kernel each way. Kept for the backward pass are
-    x and the cache, which exist anyway, not the window."""
+    x and the cache, which exist anyway, not the window. Its backward may be differentiated again: it is written in
+    operations of autograd, in place only where nobody will."""
 
     @staticmethod
     def forward(ctx, cache, x, weight):  # [N, W-1, D], [N, T, D], [D, W] -> [N, T, D]
@@ -42,7 +43,6 @@ class _Taps(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, dy):  # type: ignore[override]
         cache, x, weight = ctx.saved_tensors
         window, T = torch.cat([cache, x], dim=1), x.shape[1]
@@ -52,10 +52,16 @@ class _Taps(torch.autograd.Function):
         return d_cache, _spread(dy, weight, T), d_weight.to(weight.dtype)
 
 
+def _taps(cache: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    """`_Taps` for the transforms of torch.func."""
+    window, T = torch.cat([cache, x], dim=1), x.shape[1]
+    return sum((window[:, j : j + T] * weight[:, j] for j in range(1, weight.shape[1])), window[:, :T] * weight[:, 0])
+
+
 def _spread(dy: Float[Tensor, "N L D"], weight: Float[Tensor, "D W"], rows: int) -> Float[Tensor, "N rows D"]:
     """sum_j weight[:, j] dy_{t + W-1-j} for the first `rows` t; dy is zero past its end."""
     gap = weight.shape[1] - 1
-    if torch.compiler.is_compiling():  # as one expression, which becomes one kernel
+    if torch.compiler.is_compiling() or torch.is_grad_enabled():  # one expression: one kernel, or differentiable again
         padded = F.pad(dy, (0, 0, 0, gap))
         return sum(
             (padded[:, gap - j : gap - j + rows] * weight[:, j] for j in range(gap)), dy[:, :rows] * weight[:, gap]
@@ -121,7 +127,8 @@ class ShortConvolution(nn.Module):
     def _convolve(self, cache: Float[Tensor, "N W-1 D"], x: Float[Tensor, "N T D"]) -> Float[Tensor, "N T D"]:
         if x.shape[1] == 0:
             return x
-        y: Tensor = _Taps.apply(cache, x, self.weight.to(x.dtype))  # type: ignore[assignment]
+        taps = _taps if transformed() else _Taps.apply
+        y: Tensor = taps(cache, x, self.weight.to(x.dtype))  # type: ignore[assignment]
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def _masked(
