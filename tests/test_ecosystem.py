@@ -75,6 +75,17 @@ def test_compiles_without_graph_breaks(mixer):
     assert_close(compiled(ids, use_cache=False).logits, model(ids).logits, DTYPE)
 
 
+@torch.no_grad()  # at the break Dynamo asks hidden states for .grad, which warns
+def test_compiled_code_keeps_packed_documents_apart():
+    model, ids = build("hybrid", num_hidden_layers=2), tokens(1, 9)
+    packed = {"position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]]), "use_cache": False}
+    expected = torch.cat([model(ids[:, :4]).logits, model(ids[:, 4:]).logits], dim=1)
+    assert_close(torch.compile(model, backend="eager")(ids, **packed).logits, expected, DTYPE)
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.TorchDynamoException):
+        torch.compile(model, backend="eager", fullgraph=True)(ids, **packed)
+
+
 def test_exports():
     model, ids = build("falcon-1a", num_hidden_layers=1), tokens(2, 9)
     with torch.no_grad():

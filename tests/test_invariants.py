@@ -224,6 +224,7 @@ class TestPacking:
         for arguments in (
             {"cu_seq_lens_q": bounds.int()},
             {"position_ids": self.positions},
+            {"position_ids": self.positions, "attention_mask": torch.ones(1, 12)},
             {"cu_seqlens": bounds, "attention_mask": torch.ones(1, 12)},
             {"cu_seqlens": bounds},
         ):

@@ -210,6 +210,7 @@ class TestBadInput:
                 {"position_ids": torch.tensor([[0, 1, 0, 1, 2]] * 2)},
                 "position_ids: got several documents in a batch of 2",
             ),
+            ({"position_ids": torch.arange(5)}, r"position_ids: got shape \(5,\)"),
             ({"cache": DynamicCache()}, "cache: got DynamicCache, expected a FastWeightCache"),
         ],
     )

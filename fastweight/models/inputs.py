@@ -1,8 +1,10 @@
 """What callers may hand a model, brought to the two forms that the layers know: a bool mask and document bounds.
 
 attention_mask comes 2-D in any dtype, as None, or as a dictionary by kind of layer. Packed documents come as
-`cu_seqlens` or `cu_seq_lens_q`, or as positions that start again at 0. Trap: positions say something about documents
-only where there is no attention_mask and no filled cache, because the positions of padded tokens are 0 as well.
+`cu_seqlens` or `cu_seq_lens_q`, or as positions that start again at 0. Traps: positions say something about documents
+only where nothing is padded and no cache is filled, because the positions of padded tokens are 0 as well. Reading them
+breaks the graph of compiled code (and is refused with fullgraph=True), so there a mask that is given counts as padding
+whatever it holds, and an exported graph never reads them.
 """
 
 from typing import Any
@@ -52,9 +54,12 @@ def document_bounds(
 ) -> Int[Tensor, " N+1"] | None:
     """cu_seqlens under either name, else read off positions that start again at 0; None for whole rows."""
     bounds = one_of("cu_seqlens", cu_seqlens, "cu_seq_lens_q", cu_seq_lens_q)
-    if bounds is not None or position_ids is None or position_ids.ndim != 2 or torch.compiler.is_compiling():
+    if bounds is not None or position_ids is None or torch.compiler.is_exporting():
         return bounds
-    if attention_mask is not None or (cache is not None and not cache.is_empty):
+    if position_ids.ndim != 2:
+        raise ValueError(f"position_ids: got shape {tuple(position_ids.shape)}, expected [1 or batch, tokens]")
+    known = torch.compiler.is_compiling() or has_values(position_ids)
+    if not known or (cache is not None and not cache.is_empty) or _may_be_padded(attention_mask):
         return None
     place = current()
     position_ids = position_ids if place is None else whole(place, position_ids)
@@ -67,6 +72,15 @@ def document_bounds(
             "row (batch 1), or an attention_mask"
         )
     return torch.cat([F.pad(starts, (1, 0)), starts.new_tensor([position_ids.shape[1]])])
+
+
+def _may_be_padded(attention_mask: Any) -> bool:
+    if isinstance(attention_mask, dict):
+        attention_mask = attention_mask.get("linear_attention")
+    if attention_mask is None:
+        return False
+    # Only a row alone can be packed; and asking costs a synchronisation.
+    return len(attention_mask) != 1 or not has_values(attention_mask) or not bool(attention_mask.all())
 
 
 def without_document_starts(labels: Int[Tensor, "B T"], cu_seqlens: Int[Tensor, " N+1"] | None) -> Int[Tensor, "B T"]:

@@ -3,8 +3,8 @@
 Token ids [B, T] in, logits [B, T, vocab] out, with the manners of transformers: generate, Trainer, Auto classes.
 
 Traps: transformers 5.24 renamed `past_key_values` to `cache`, so both names come in and one of them goes out. Packed
-documents come as `cu_seqlens` or `cu_seq_lens_q`, or as `position_ids` that start again at 0 (batch 1, no
-attention_mask, no filled cache). attention_mask and cu_seqlens together both hold: masked tokens are absent, and
+documents come as `cu_seqlens` or `cu_seq_lens_q`, or as `position_ids` that start again at 0 (batch 1, nothing masked,
+no filled cache). attention_mask and cu_seqlens together both hold: masked tokens are absent, and
 documents do not see each other.
 """
 
@@ -206,8 +206,8 @@ class FastWeightForCausalLM(FastWeightGenerationMixin, FastWeightPreTrainedModel
             input_ids or inputs_embeds: the tokens; exactly one of the two.
             attention_mask: 1 or True for real tokens, cached tokens included ([B, seen + T]); masked tokens are absent:
                 no write, no decay, in no convolution and no window, whatever their id.
-            position_ids: rotary positions of the transformer; without attention_mask and cache, at batch 1, a return to
-                0 starts a new document.
+            position_ids: rotary positions of the transformer; at batch 1, with nothing masked and no cache, a return to
+                0 starts a new document (`models.inputs` says what compiled code makes of it).
             past_key_values or cache: a `FastWeightCache`, brought up to date in place (two names for one argument).
             labels: ids to predict, not shifted; -100 is ignored, and so is the first token of a packed document.
             use_cache: whether to return a cache; None means config.use_cache outside training and packed input.
