@@ -51,6 +51,14 @@ class TestTraining:
         chosen = torch.tensor([0, 4])
         assert_close(model(ids, logits_to_keep=chosen).logits, logits[:, chosen], DTYPE)
 
+    def test_the_loss_is_of_all_tokens_whatever_logits_are_kept(self, mixer):
+        model, ids = build(mixer), tokens(2, 9)
+        expected = model(ids, labels=ids).loss
+        for keep in (1, 5, torch.tensor([0, 3])):
+            output = model(ids, labels=ids, logits_to_keep=keep)
+            assert output.logits.shape[1] == (keep if isinstance(keep, int) else len(keep))
+            assert output.loss.item() == pytest.approx(expected.item(), rel=1e-5)  # transformers' own is float32
+
     def test_learns_a_batch_by_heart(self, mixer):
         torch.manual_seed(0)
         model = FastWeightForCausalLM(config_of(mixer)).train()
@@ -90,7 +98,9 @@ class TestFiles:
         model, ids = build(mixer, torch.float32), tokens(1, 5)
         model.save_pretrained(tmp_path)
         assert isinstance(AutoConfig.from_pretrained(tmp_path), FastWeightConfig)
-        assert_close(AutoModelForCausalLM.from_pretrained(tmp_path)(ids).logits, model(ids).logits, torch.float32)
+        for asked in (None, "sdpa", "eager"):  # which there is but one of; scripts name it all the same
+            again = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=asked)
+            assert_close(again(ids).logits, model(ids).logits, torch.float32)
         assert isinstance(AutoModel.from_pretrained(tmp_path), FastWeightModel)
 
     def test_half_precision_keeps_float32_gates(self, mixer, tmp_path):

@@ -88,6 +88,7 @@ class FastWeightPreTrainedModel(PreTrainedModel):
     _skip_keys_device_placement = ["past_key_values", "cache"]  # noqa: RUF012
     _is_stateful = True
     _can_compile_fullgraph = True
+    _supports_sdpa = True  # what the transformer mixer runs on, and training scripts ask for by name
 
     def _init_weights(self, module: nn.Module) -> None:
         """Normal weights, unit norms, and the starting points that gates and convolutions ask for."""
@@ -244,7 +245,10 @@ class FastWeightForCausalLM(FastWeightGenerationMixin, FastWeightPreTrainedModel
             logits = self.lm_head(hidden_states if isinstance(kept, int) else hidden_states[:, kept])
         if labels is not None:
             labels = without_document_starts(labels, cu_seqlens)
-            loss = loss_of(self, hidden_states, logits, labels, **labels_of_ranks(labels, kwargs))
+            every = (
+                isinstance(logits_to_keep, int) and logits_to_keep == 0
+            )  # else the loss needs logits that are not kept
+            loss = loss_of(self, hidden_states, logits if every else None, labels, **labels_of_ranks(labels, kwargs))
         output = CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
