@@ -26,7 +26,7 @@ MODULES = {"mbarrier": Mbarrier, "tma": Tma, "async_copy": AsyncCopy}
 def _translated(value: Any) -> Any:
     """What a name in a kernel means here."""
     kind, name = type(value).__name__, getattr(value, "__name__", getattr(value, "name", ""))
-    if hasattr(value, "fn") and kind.endswith("JITFunction"):
+    if hasattr(value, "fn") and kind.endswith(("JITFunction", "InterpretedFunction")):
         return device_function(value.fn)
     if kind == "dtype":
         return WORDS[name.replace("bf", "bfloat").replace("fp", "float")]

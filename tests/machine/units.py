@@ -22,7 +22,7 @@ class Program:
         self.memory = Memory()
         self.products: list[Product] = []
         self.leaving: list[Any] = []
-        self.copies: list[Any] = []
+        self.copies: list[list[Any]] = [[]]  # by group, the last one not yet committed
 
 
 class Launch:
@@ -284,18 +284,21 @@ class AsyncCopy:
     def async_copy_global_to_shared(shared: Shared, pointer: Pointer, mask: Any = None) -> None:
         LAUNCH.program.memory.by_threads(shared.span, True)
         LAUNCH.program.memory.arrange(shared.span, shared.how)
-        LAUNCH.program.copies.append((shared, load(pointer, mask, 0)))
+        shared.data.view(torch.int16).fill_(-1)  # NaN, until somebody waits
+        LAUNCH.program.copies[-1].append((shared, load(pointer, mask, 0)))
 
     @staticmethod
     def commit_group() -> None:
-        pass
+        LAUNCH.program.copies.append([])
 
     @staticmethod
     def wait_group(pendings: int) -> None:
-        assert pendings == 0, "waits for some copies"
-        for shared, value in LAUNCH.program.copies:
-            shared.data.copy_(value)
-        LAUNCH.program.copies.clear()
+        """Until all groups but the last so many are there, which is when threads wrote them."""
+        program = LAUNCH.program
+        while len(program.copies) > pendings + 1:
+            for shared, value in program.copies.pop(0):
+                shared.data.copy_(value)
+                program.memory.by_threads(shared.span, True)
 
 
 class Product:
