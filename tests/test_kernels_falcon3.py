@@ -153,6 +153,11 @@ LARGE = {
 class TestOnDevice:
     pytestmark = gpu
 
+    @pytest.fixture(params=["1", "0"], ids=["hopper", "plain"], autouse=True)
+    def with_walks(self, request, monkeypatch):
+        """Where the walks of hopper_windows.py run, and where they do not."""
+        monkeypatch.setenv("FASTWEIGHT_HOPPER", request.param)
+
     @pytest.mark.parametrize(("dtype", "K", "V"), WIDTHS, ids=str)
     def test_every_dtype_and_width(self, dtype, K, V):
         check(at(LARGE["usual"], 2, 140, 2, 2, K, V), dtype, "cuda")

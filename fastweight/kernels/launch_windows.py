@@ -69,7 +69,7 @@ class Turn(NamedTuple):
     blocks: int
 
 
-def _turns(where: Geometry, heads: int) -> list[Turn]:
+def turns_of(where: Geometry, heads: int) -> list[Turn]:
     """All blocks; in equal turns where there are many."""
     if not where.slots or not heads:
         return []
@@ -125,8 +125,14 @@ def _exact(dtype: torch.dtype) -> str:
     return "tf32" if dtype == torch.bfloat16 else "tf32x3"
 
 
-def empty_maps(v: Tensor, blocks: int, window: int) -> Tensor:
-    """Room for the maps of reads and of writes of some blocks of every head of v."""
+def empty_maps(
+    k: Tensor, v: Tensor, key0: Tensor | None, mask: Tensor | None, rebuild: bool, save: bool, blocks: int, window: int
+) -> Tensor:
+    """Room for the maps of reads and of writes of blocks of every head, or for what launch_hopper_windows.py keeps."""
+    from fastweight.kernels import launch_hopper_windows
+
+    if launch_hopper_windows.fits(k, v, key0, mask, rebuild):
+        return launch_hopper_windows.empty(v, blocks, Block.of(window), save)
     return v.new_empty(2, blocks, v.shape[2], PAIRS, 2 * PAIRS, dtype=_low(v.dtype))
 
 
@@ -136,8 +142,8 @@ def _room_for_parts(given: Inputs, block: Block, turns: list[Turn], dtype: torch
     return given.v.new_empty(2, count * block.parts, given.v.shape[2], *shape, dtype=dtype)
 
 
-def _parts(plan, given, where, block, turn: Turn, found: Measured, maps: Tensor, rows: Tensor | None) -> None:
-    """Maps of reads and of writes of parts; and where given those of their rows."""
+def make_parts(plan, given, where, block, turn: Turn, found: Measured, maps: Any, rows: Tensor | None) -> None:
+    """Maps of reads and of writes of parts (two tensors); and where given those of their rows."""
     start(
         windows_parts.part_maps, (turn.blocks * block.parts, given.v.shape[2]),
         found.gram, found.reads, found.weight, found.facts, maps[0], maps[1], rows, turn.first, *tables(where),
@@ -145,24 +151,23 @@ def _parts(plan, given, where, block, turn: Turn, found: Measured, maps: Tensor,
     )  # fmt: skip
 
 
-def _join(plan: Plan, given: Inputs, where: Geometry, block: Block) -> tuple[Measured, Tensor]:
+def _join(plan: Plan, given: Inputs, where: Geometry, block: Block, maps: Tensor) -> Measured:
     """Measures tokens, and makes the maps of reads and of writes of blocks."""
     H = given.v.shape[2]
-    turns = _turns(where, H)
+    turns = turns_of(where, H)
     found = Measured.of(given, block, turns)
-    maps = empty_maps(given.v, where.slots, block.window)
     parts = _room_for_parts(given, block, turns, torch.float32, HELD, SIDES)
     columns = 4096 // block.slots  # of a map at a time, so that what is held of them fits into two warps
     for turn in turns:
         measure(plan, given, where, block, turn, found, True)
-        _parts(plan, given, where, block, turn, found, parts, None)
+        make_parts(plan, given, where, block, turn, found, parts, None)
         start(
             windows_parts.join, (turn.blocks, H, 2 * PAIRS // columns),
             found.gram, found.reads, found.decay, parts[0], parts[1], maps[0], maps[1], turn.first, *tables(where),
             H=H, PART=block.part, SLOTS=block.slots, BC=columns, BEFORE=plan.before, DOT=_exact(given.v.dtype),
             **block.flags, num_warps=2, num_stages=1,
         )  # fmt: skip
-    return found, maps
+    return found
 
 
 def _walk(plan: Plan, given: Inputs, block: Block) -> dict[str, Any]:
@@ -189,15 +194,23 @@ def _run(plan: Plan, given: Inputs, where: Geometry, block: Block, decay, maps, 
 
 def forward(plan, q, k, v, beta, lam, state0, key0, has_key, mask, cu_seqlens, save):
     """o, final S, weight, log-decay, facts, maps, and the states that blocks (or if rebuilt, sequences) begin with."""
+    from fastweight.kernels import launch_hopper_windows
+
     given = Inputs.of(plan, q, k, v, beta, lam, key0, has_key, mask)
     (B, T, H, V), K = v.shape, q.shape[3]
     block = Block.of(plan.window)
     where = Geometry.of(B, T, cu_seqlens, block.tokens)
     o = torch.empty_like(given.v)
     state1 = torch.empty(where.sequences, H, K, V, dtype=torch.float32, device=v.device)
-    found, maps = _join(plan, given, where, block)
     states = v.new_empty(where.slots if save and not plan.rebuild else 0, H, K, V)
-    _run(plan, given, where, block, found.decay, maps, state0, o, states if len(states) else None, state1)
+    kept = states if len(states) else None
+    maps = empty_maps(k, v, key0, mask, plan.rebuild, save, where.slots, plan.window)
+    if launch_hopper_windows.fits(k, v, key0, mask, plan.rebuild):
+        given = launch_hopper_windows.aligned(given)
+        found = launch_hopper_windows.forward(plan, given, where, block, maps, state0, o, kept, state1)
+        return o, state1, found.weight, found.decay, found.facts, maps, states
+    found = _join(plan, given, where, block, maps)
+    _run(plan, given, where, block, found.decay, maps, state0, o, kept, state1)
     if save and plan.rebuild:
         states = v.new_zeros(where.sequences, H, K, V)
         states = states if state0 is None else states.copy_(state0)
@@ -206,6 +219,8 @@ def forward(plan, q, k, v, beta, lam, state0, key0, has_key, mask, cu_seqlens, s
 
 def backward(plan, d_o, d_state1, q, k, v, beta, lam, key0, has_key, mask, cu_seqlens, saved, want_state):
     """Gradients of q, k, v, beta, lam, the initial S and the initial key."""
+    from fastweight.kernels import launch_hopper_windows
+
     *known, maps, states = saved
     given = Inputs.of(plan, q, k, v, beta, lam, key0, has_key, mask)
     (B, T, H, V), K = v.shape, q.shape[3]
@@ -213,10 +228,15 @@ def backward(plan, d_o, d_state1, q, k, v, beta, lam, key0, has_key, mask, cu_se
     where = Geometry.of(B, T, cu_seqlens, block.tokens)
     d_o = d_o.contiguous()
     decay = known[1]
+    out = Gradients(given, where, want_state)
+    if launch_hopper_windows.fits(k, v, key0, mask, plan.rebuild):
+        given = launch_hopper_windows.aligned(given)
+        by_slot = launch_hopper_windows.backward(plan, given, where, block, decay, maps, d_o, d_state1, out)
+        _rest(plan, given, where, block, tuple(known), d_o, states, out, by_slot)
+        return out.result()
     if plan.rebuild:
         begins, states = states, v.new_empty(where.slots, H, K, V)
         _run(plan, given, where, block, decay, maps, begins, None, states, None)
-    out = Gradients(given, where, want_state)
     grid = _programs(given, where)
     if grid:
         start(
@@ -236,10 +256,13 @@ def _shared(where: Geometry, given: Inputs, width: int) -> Tensor:
     return torch.empty(*shape, dtype=torch.float32, device=given.v.device)
 
 
-def _rest(plan, given, where, block, known: tuple[Tensor, ...], d_o, states, out) -> None:
-    """Gradients that are found block by block, from states and their gradients: of queries, keys and gates."""
+def _rest(plan, given, where, block, known: tuple[Tensor, ...], d_o, states, out, by_slot=None) -> None:
+    """Gradients that are found block by block, from states and their gradients: of queries, keys and gates.
+
+    by_slot: W, Z, dZ and dF of all slots, if the walks kept them.
+    """
     (_B, _T, H, V), K, dtype = given.v.shape, given.q.shape[3], given.v.dtype
-    turns = _turns(where, H)
+    turns = turns_of(where, H)
     found = Measured.of(given, block, turns, known)
     count, exact, low = len(found.gram), _exact(dtype), _low(dtype)
 
@@ -248,7 +271,7 @@ def _rest(plan, given, where, block, known: tuple[Tensor, ...], d_o, states, out
 
     rows, rows_back = _room_for_parts(given, block, turns, low, ROWS, SIDES)
     maps = _room_for_parts(given, block, turns, low, HELD, SIDES)
-    missed, wrote, begun, outer, lead, df = (room(block.parts * HELD, V) for _ in range(6))
+    begun, outer, *own = (room(block.parts * HELD, V) for _ in range(2 if by_slot else 6))
     met = room(block.parts, SIDES, SIDES, dtype=torch.float32)
     d_gram, d_reads = room(block.slots, block.slots), room(PAIRS, block.slots)
     through = room(HELD, dtype=torch.float32)
@@ -259,7 +282,9 @@ def _rest(plan, given, where, block, known: tuple[Tensor, ...], d_o, states, out
     for turn in turns:
         place = turn.first, *tables(where)
         measure(plan, given, where, block, turn, found, False)
-        _parts(plan, given, where, block, turn, found, maps, rows)
+        make_parts(plan, given, where, block, turn, found, maps, rows)
+        chosen = slice(turn.first, turn.first + turn.blocks)
+        missed, wrote, lead, df = [tensor[chosen] for tensor in by_slot] if by_slot else own
         start(
             windows_parts.part_rows, (turn.blocks * block.parts, H),
             found.gram, found.reads, found.weight, found.decay, found.facts, rows_back, *place,
@@ -269,7 +294,7 @@ def _rest(plan, given, where, block, known: tuple[Tensor, ...], d_o, states, out
             windows_gradient.sweep, (turn.blocks, H),
             given.q, given.k, given.v, d_o, given.key0, given.has_key, given.unmasked, found.gram, found.reads,
             found.decay, states, out.states, maps[0], maps[1], missed, wrote, begun, outer, lead, df, met, d_gram,
-            d_reads, read, through, *place, **widths, **_sweep_tile(K, V, dtype)._asdict(),
+            d_reads, read, through, *place, WALKS=by_slot is None, **widths, **_sweep_tile(K, V, dtype)._asdict(),
         )  # fmt: skip
         start(
             windows_gradient.inside, (turn.blocks * block.parts, H),

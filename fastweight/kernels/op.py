@@ -84,7 +84,7 @@ def _(q, k, v, beta, lam, state0, key0, has_key, mask, cu_seqlens, *flags):
         v.new_empty(k.shape[2] if column and regression else H, 0 if column and not save else B * T, dtype=wide),
         v.new_empty(0, dtype=wide) if column else v.new_empty(H, B * T, dtype=wide),
         v.new_empty((N if rebuild else slots) if save else 0, H, K, V),
-        launch_windows.empty_maps(v, slots, window)
+        launch_windows.empty_maps(k, v, key0, mask, rebuild, save, slots, window)
         if slid
         else v.new_empty(*((slots, H, 64, 64) if regression and not column else (0,))),
         launch_windows.empty_facts(v, window)

@@ -252,11 +252,12 @@ def sweep(
     base, cu, chunk_seq, chunk_start, length, chunks, tokens,
     H: tl.constexpr, KH: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     WINDOW: tl.constexpr, TOKENS: tl.constexpr, PAIRS: tl.constexpr, PART: tl.constexpr, SLOTS: tl.constexpr,
-    SHIFT: tl.constexpr, BEFORE: tl.constexpr, DOT: tl.constexpr,
+    SHIFT: tl.constexpr, BEFORE: tl.constexpr, DOT: tl.constexpr, WALKS: tl.constexpr,
 ):  # fmt: skip
     """One block of one head: z, df of slots; M of parts; dG, d(Q X^T) between parts; dO . reads; what passes parts.
 
     begun, outer: what the state before the block, and the gradient of that after it, give each slot.
+    WALKS: whether w, z, dz and df are found here; else they are given (hopper_windows.py).
     """
     PARTS: tl.constexpr = TOKENS // PART
     block = tl.program_id(0) + base
@@ -299,21 +300,23 @@ def sweep(
             part_of, pair_of, held, begin, end = slot_places(s, decay, line, first, high, PARTS, WINDOW, PART)
             i, source, pair = _slot_pairs(has_key, unmasked, first, pair_of, held, low, high, n, WINDOW, SHIFT)
             x = load_keys(k, key0, None, source, pair, first, i, low, n, kh, ck, KH, K, SHIFT, BK)
-            y = load_tile(v, first, i, h, cv, pair, H, V, BV).to(tl.float32)
             f = tl.dot(x, S, input_precision=DOT) * tl.exp2(begin)[:, None]
             _keep_slots(begun, shelf, f, s, cv, room, V)
-            _keep_slots(missed, shelf, y - f, s, cv, room, V)
             dz = tl.dot(x, dS, input_precision=DOT) * tl.exp2(whole - end)[:, None]
             _keep_slots(outer, shelf, dz, s, cv, room, V)
-            later = own[:, None] & held[None, :] & ((t // PART)[:, None] > part_of[None, :])
-            sees = _meet(seen, t, pair_of, later, g_read[:, None] - end[None, :], PAIRS).to(dtype)
-            dz = tl.dot(tl.trans(sees), do, acc=dz, input_precision=DOT)
-            _keep_slots(lead, shelf, dz, s, cv, room, V)
+            if WALKS:
+                y = load_tile(v, first, i, h, cv, pair, H, V, BV).to(tl.float32)
+                _keep_slots(missed, shelf, y - f, s, cv, room, V)
+                later = own[:, None] & held[None, :] & ((t // PART)[:, None] > part_of[None, :])
+                sees = _meet(seen, t, pair_of, later, g_read[:, None] - end[None, :], PAIRS).to(dtype)
+                dz = tl.dot(tl.trans(sees), do, acc=dz, input_precision=DOT)
+                _keep_slots(lead, shelf, dz, s, cv, room, V)
         tl.debug_barrier()
-        _walk_parts(
-            v, d_o, has_key, unmasked, matrix, decay, read_part, write_part, missed, wrote, lead, df, shelf, cv, first,
-            low, high, n, h, number, line, H, V, BV, WINDOW, TOKENS, PAIRS, PART, SLOTS, SHIFT, DOT,
-        )  # fmt: skip
+        if WALKS:
+            _walk_parts(
+                v, d_o, has_key, unmasked, matrix, decay, read_part, write_part, missed, wrote, lead, df, shelf, cv,
+                first, low, high, n, h, number, line, H, V, BV, WINDOW, TOKENS, PAIRS, PART, SLOTS, SHIFT, DOT,
+            )  # fmt: skip
         for half in range(SLOTS // 64):
             to_reads, past = _between(
                 v, d_o, has_key, unmasked, matrix, seen, decay, g_read, missed, wrote, begun, outer, lead, df, met,

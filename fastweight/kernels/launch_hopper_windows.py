@@ -1,0 +1,115 @@
+"""Host side of hopper_windows.py: which calls it takes, what is kept for their backward pass, launches.
+
+Kept are the maps of parts (2 KB each in bfloat16, for 9 to 15 tokens) and, by slot, W and Z (windows_parts.py); no maps
+of blocks are ever made.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastweight.kernels import unproven
+from fastweight.kernels.geometry import Geometry
+from fastweight.kernels.launch import Gradients, Inputs, Plan
+from fastweight.kernels.launch_hopper import available
+from fastweight.kernels.launch_windows import HELD, SIDES, Block, Measured, make_parts, measure, turns_of
+from fastweight.kernels.start import start
+
+DTYPES = (torch.bfloat16,)  # float16 has no range for maps, and float32 no matrix units
+UNIT = HELD * SIDES  # numbers of one map of a part
+
+
+def fits(k: Tensor, v: Tensor, key0: Tensor | None, mask: Tensor | None, rebuild: bool) -> bool:
+    """Whether it computes this call: bfloat16, K = V = 64 or 128, no carried key, no mask; it waits to be compared."""
+    if v.dtype not in DTYPES or k.shape[3] != v.shape[3] or v.shape[3] not in (64, 128):
+        return False
+    around = key0 is not None or mask is not None or rebuild
+    return not around and 0 < v.numel() < 2**30 and unproven.asked_for() and available(v.device)
+
+
+class Kept(NamedTuple):
+    """Maps of writes and of reads [2, blocks, H, parts, HELD, SIDES]; W and Z [2, blocks, H, slots, V]."""
+
+    maps: Tensor
+    slots: Tensor | None
+
+    @classmethod
+    def of(cls, flat: Tensor, v: Tensor, blocks: int, block: Block) -> "Kept":
+        """The parts of what `empty` made."""
+        H, V = v.shape[2:]
+        parts = 2 * blocks * H * block.parts
+        slots = flat[parts * UNIT :]
+        return cls(
+            flat[: parts * UNIT].view(2, blocks, H, block.parts, HELD, SIDES),
+            slots.view(2, blocks, H, block.parts * HELD, V) if len(slots) else None,
+        )
+
+
+def empty(v: Tensor, blocks: int, block: Block, save: bool) -> Tensor:
+    """Room for `Kept`; W and Z only if they are to be saved."""
+    parts = 2 * blocks * v.shape[2] * block.parts
+    return v.new_empty(parts * (UNIT + (HELD * v.shape[3] if save else 0)))
+
+
+def _walk(kernel: Any, plan: Plan, given: Inputs, where: Geometry, block: Block, *arguments: Any) -> None:
+    H, D = given.v.shape[2:]
+    start(
+        kernel, (where.sequences * H,),
+        given.q, given.k, *arguments, where.cu, where.chunk_start, where.length, where.chunks, where.tokens,
+        H=H, KH=given.q.shape[2], D=D, WINDOW=block.window, PART=block.part, PARTS=block.parts, SHIFT=int(plan.shift),
+        BEFORE=plan.before, num_warps=4, maxnreg=128 if D == 64 else None,
+    )  # fmt: skip
+
+
+def _aligned(tensor: Tensor) -> Tensor:
+    """The same numbers where copies of 16 bytes read them."""
+    return tensor.clone() if tensor.data_ptr() % 16 else tensor
+
+
+def aligned(given: Inputs) -> Inputs:
+    return given._replace(q=_aligned(given.q), k=_aligned(given.k), v=_aligned(given.v))
+
+
+def forward(
+    plan: Plan, given: Inputs, where: Geometry, block: Block, flat: Tensor, state0: Tensor | None, o: Tensor,
+    states: Tensor | None, state1: Tensor,
+) -> Measured:  # fmt: skip
+    """Fills o, state1, the blocks' first states, and `flat`, which `empty` made."""
+    from fastweight.kernels import hopper_windows
+
+    turns = turns_of(where, given.v.shape[2])
+    found = Measured.of(given, block, turns)
+    kept = Kept.of(flat, given.v, where.slots, block)
+    for turn in turns:
+        measure(plan, given, where, block, turn, found, True)
+        writes, reads = kept.maps[:, turn.first :]
+        make_parts(plan, given, where, block, turn, found, (reads, writes), None)
+    slots = (None, None) if kept.slots is None else (kept.slots[0], kept.slots[1])
+    _walk(
+        hopper_windows.forward, plan, given, where, block, given.v, found.decay, *_plane(kept),
+        None if state0 is None else state0.contiguous(), o, *slots, states, state1,
+    )  # fmt: skip
+    return found
+
+
+def _plane(kept: Kept) -> tuple[Tensor, int]:
+    """The maps of writes, and how many maps further on those of reads are."""
+    return kept.maps, kept.maps[0].numel() // UNIT
+
+
+def backward(
+    plan: Plan, given: Inputs, where: Geometry, block: Block, decay: Tensor, flat: Tensor, d_o: Tensor,
+    d_state1: Tensor | None, out: Gradients,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Fills the gradients of v, of the initial S and of blocks' last states; W, Z, dZ and dF by slot."""
+    from fastweight.kernels import hopper_windows_backward
+
+    kept = Kept.of(flat, given.v, where.slots, block)
+    assert kept.slots is not None, "a backward pass of what was not saved"
+    slots = torch.empty_like(kept.slots)
+    _walk(
+        hopper_windows_backward.backward_state, plan, given, where, block, _aligned(d_o), decay, *_plane(kept),
+        None if d_state1 is None else d_state1.contiguous(), out.v, slots[0], slots[1], out.states, out.state0,
+    )  # fmt: skip
+    return kept.slots[0], kept.slots[1], slots[0], slots[1]
