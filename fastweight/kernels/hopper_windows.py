@@ -51,7 +51,7 @@ COPY_16 = gl.constexpr(gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0]))
 
 
 @gluon.jit
-def rings_of(dtype: gl.constexpr, D: gl.constexpr, BACK: gl.constexpr):
+def tile_rings(dtype: gl.constexpr, D: gl.constexpr, BACK: gl.constexpr):
     """Room for the tiles of STAGES parts: 64 columns of keys above those of queries, the other 64; values; maps.
 
     Buffers that are filled in one turn are apart, or the compiler would have threads meet in between.
@@ -242,7 +242,7 @@ def forward(
     state_at = (n.to(gl.int64) * H + h) * (D * D)
     decay += h.to(gl.int64) * tokens + begin
     parts = (stop - start) * PARTS
-    rings = rings_of(dtype, D, False)
+    rings = tile_rings(dtype, D, False)
     keys0, keys1, values, s_maps = rings
     pairs0 = keys0._reinterpret(dtype, [STAGES, 32, 64], SHARED)
     pairs1 = keys1._reinterpret(dtype, [STAGES, 32, 64], SHARED)

@@ -37,9 +37,9 @@ from fastweight.kernels.hopper_windows import (
     halves,
     part_number,
     put,
-    rings_of,
     shelves_of,
     state_offsets,
+    tile_rings,
     whole_state,
     write_lines,
     write_rows,
@@ -85,7 +85,7 @@ def backward_state(
     state_at = (n.to(gl.int64) * H + h) * (D * D)
     decay += h.to(gl.int64) * tokens + begin
     parts = (stop - start) * PARTS
-    rings = rings_of(dtype, D, True)
+    rings = tile_rings(dtype, D, True)
     keys0, keys1, values, s_maps = rings
     tiles = s_maps._reinterpret(dtype, [STAGES * 2, 16, 32], MIDDLE)
     shelves = shelves_of(dtype, D)
