@@ -3,6 +3,7 @@
 Bit for bit a device computes something else, so errors are those that test_kernels.py allows.
 """
 
+import ast
 import importlib
 import importlib.util
 import sys
@@ -41,6 +42,7 @@ CASES = [
     case("delta", shape=(2, 100, 1, 1, 128, 128), state=True, ridge=0.3),
 ]
 LONG = case("falcon-1a", shape=(1, 260, 1, 1, 64, 64), state=True)
+UNSHIFTED = case("falcon-1a", {"pairing": "same-step"}, shape=(1, 70, 1, 1, 64, 64))
 
 
 @pytest.fixture(autouse=True)
@@ -78,7 +80,7 @@ def test_equals_the_recurrence(test):
     check(test, torch.bfloat16, "cpu")
 
 
-@pytest.mark.parametrize("test", CASES[:3], ids=name)
+@pytest.mark.parametrize("test", CASES[:4], ids=name)
 def test_one_walk_back_equals_the_recurrence(test, monkeypatch):
     monkeypatch.setenv(unproven.SWITCH, "1")
     check(test, torch.bfloat16, "cpu")
@@ -214,12 +216,40 @@ SOURCE = KERNEL.read_text()
 LEFT_OUT = [at for at, line in enumerate(SOURCE.splitlines()) if line.strip().startswith(KEEPS_APART)]
 CHANGED = [
     ("if at >= SHIFT:", "if at >= 0:"),  # a copy out begins at row -1
-    ("mask=(i > 0) & (i <= length)", "mask=i <= length"),  # the row before the first
     ("warpgroup_mma_wait(1, deps=(d_x, d_q, d_y))", "warpgroup_mma_wait(2, deps=(d_x, d_q, d_y))"),
     ("[n, at, h * V], s_dy", "[n, at - SHIFT, h * V], s_dy"),
     ("ahead_state = ((slot - (c + 1) * H) * K, 0)", "ahead_state = ((slot - c * H) * K, 0)"),  # its own again
     ("(n, ahead, h * V)), c + 1 < count)", "(n, ahead, h * V)), c + 1 <= count)"),  # nobody waits for the last tiles
+    ("(n, ahead, h * V)), c + 2 < count)", "(n, ahead, h * V)), c + 2 <= count)"),
+    ("wanted = (c > 0) & (c + 1 < count)", "wanted = c + 1 < count"),  # announced twice
 ]
+EDGES = "mask=(i > 0) & (i <= length)", "mask=i <= length"  # the row before the first
+
+
+def ways(line: int) -> set[str]:
+    """Whether the one walk comes to that line as it is by default ("0"), as asked for by the switch ("1"), or both."""
+    found = {"0", "1"}
+    for node in ast.walk(ast.parse(SOURCE)):
+        if isinstance(node, ast.If) and "AHEAD" in (test := ast.unparse(node.test)):
+            default = test.startswith("not")
+            for way, body in (("0" if default else "1", node.body), ("1" if default else "0", node.orelse)):
+                if body and body[0].lineno <= line + 1 <= (body[-1].end_lineno or 0):
+                    found &= {way}
+    return found
+
+
+def check_all(tests: list[Case]) -> None:
+    for test in tests:
+        check(test, torch.bfloat16, "cpu")
+
+
+def fails(test: Case, way: str, monkeypatch) -> bool:
+    monkeypatch.setenv(unproven.SWITCH, way)
+    try:
+        check(test, torch.bfloat16, "cpu")
+    except AssertionError:
+        return True
+    return False
 
 
 @pytest.mark.parametrize("line", LEFT_OUT)
@@ -228,14 +258,23 @@ def test_sees_what_is_left_out(line, monkeypatch, tmp_path):
     lines = SOURCE.splitlines()
     lines[line] = lines[line].replace(lines[line].strip(), "pass")
     taken(KERNEL, "\n".join(lines), tmp_path, monkeypatch)
-    with pytest.raises(Hazard):
-        check(LONG, torch.bfloat16, "cpu")
+    for way in sorted(ways(line)):
+        monkeypatch.setenv(unproven.SWITCH, way)
+        with pytest.raises(Hazard):
+            check_all([LONG, UNSHIFTED])
 
 
 @pytest.mark.parametrize(("right", "wrong"), CHANGED)
 def test_sees_what_is_wrong(right, wrong, monkeypatch, tmp_path):
-    assert SOURCE.count(right) == 1
+    assert SOURCE.count(right) > 0
     taken(KERNEL, SOURCE.replace(right, wrong), tmp_path, monkeypatch)
+    assert any(fails(LONG, way, monkeypatch) for way in "01")
+
+
+def test_sees_gradients_before_the_first_token(monkeypatch, tmp_path):
+    path = KERNELS / "hopper_additive_sums.py"
+    taken(path, path.read_text().replace(*EDGES), tmp_path, monkeypatch)
+    taken(KERNEL, SOURCE, tmp_path, monkeypatch)
     with pytest.raises(AssertionError):
         check(LONG, torch.bfloat16, "cpu")
 

@@ -175,6 +175,28 @@ def backward_token(
     store_head(d_lam, d_ridge, first, i, h, H, own)
 
 
+@triton.jit
+def add_shared(
+    halo_k, halo_v, d_k, d_v, place, first, low, h,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, WINDOW: tl.constexpr,
+    SHIFT: tl.constexpr,
+):  # fmt: skip
+    """Adds what lies at a place of 16 rows to the pairs before token `first`, of a sequence from `low` on."""
+    HALO: tl.constexpr = WINDOW - 1
+    b = tl.arange(0, 16)
+    i = b - HALO
+    ck = tl.arange(0, BK)
+    cv = tl.arange(0, BV)
+    keep = (i < 0) & (i - SHIFT >= low)
+    total = load_tile(halo_k, place.to(tl.int64) * 16, b, h, ck, keep, H, K, BK).to(tl.float32)
+    total += load_tile(d_k, first - SHIFT, i, h, ck, keep, H, K, BK).to(tl.float32)
+    store_tile(d_k, total, first - SHIFT, i, h, ck, keep, H, K, BK)
+    keep = (i < 0) & (i >= low)
+    total = load_tile(halo_v, place.to(tl.int64) * 16, b, h, cv, keep, H, V, BV).to(tl.float32)
+    total += load_tile(d_v, first, i, h, cv, keep, H, V, BV).to(tl.float32)
+    store_tile(d_v, total, first, i, h, cv, keep, H, V, BV)
+
+
 @triton.jit(do_not_specialize=["length", "chunks"])
 def backward_halo(
     halo_k, halo_v, d_k, d_v, cu, chunk_seq, chunk_start, length, chunks,
@@ -188,15 +210,4 @@ def backward_halo(
     n, first, low, _high = chunk_span(chunk, cu, chunk_seq, chunk_start, length, chunks, 64 - HALO)
     if n < 0:
         return
-    b = tl.arange(0, 16)
-    i = b - HALO
-    ck = tl.arange(0, BK)
-    cv = tl.arange(0, BV)
-    keep = (i < 0) & (i - SHIFT >= low)
-    total = load_tile(halo_k, chunk.to(tl.int64) * 16, b, h, ck, keep, H, K, BK)
-    total += load_tile(d_k, first - SHIFT, i, h, ck, keep, H, K, BK).to(tl.float32)
-    store_tile(d_k, total, first - SHIFT, i, h, ck, keep, H, K, BK)
-    keep = (i < 0) & (i >= low)
-    total = load_tile(halo_v, chunk.to(tl.int64) * 16, b, h, cv, keep, H, V, BV)
-    total += load_tile(d_v, first, i, h, cv, keep, H, V, BV).to(tl.float32)
-    store_tile(d_v, total, first, i, h, cv, keep, H, V, BV)
+    add_shared(halo_k, halo_v, d_k, d_v, chunk, first, low, h, H, K, V, BK, BV, WINDOW, SHIFT)

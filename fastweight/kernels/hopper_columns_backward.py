@@ -36,7 +36,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra import libdevice
 
-from fastweight.kernels.hopper_additive_backward import _apart, _edges
+from fastweight.kernels.hopper_additive_sums import distance_in, put_edges
 from fastweight.kernels.hopper_columns import (
     NUMBERS,
     REC,
@@ -210,7 +210,7 @@ def backward(
         through = gl.sum(S.permute((1, 0)).load(state).to(gl.float32) * dS, axis=1) * leaves
         dS *= gl.convert_layout(gl.exp2(total), gl.SliceLayout(1, state))[:, None]
         p, g = warpgroup_mma_wait(0, deps=(p, g))
-        distance = _apart(pairs)
+        distance = distance_in(pairs)
         low_p.store(gl.where(distance >= 0, p, 0.0).to(dtype))
         mbarrier.wait(bars[2].index(0), c & 1)
         do.permute((1, 0)).store((do.permute((1, 0)).load(tall).to(gl.float32) * gl.exp2(g)).to(dtype))
@@ -229,7 +229,7 @@ def backward(
         reading = warpgroup_mma(S.permute((1, 0)), q.permute((1, 0)), none, use_acc=False, is_async=True)
         reading = warpgroup_mma(y.permute((1, 0)), low_p.permute((1, 0)), reading, is_async=True)
         d_p = warpgroup_mma_wait(3, deps=(d_p,))
-        distance = _apart(pairs)
+        distance = distance_in(pairs)
         low_dp.store(gl.where(distance >= 0, d_p, 0.0).to(dtype))
         d_m = warpgroup_mma_wait(2, deps=(d_m,))
         base = gl.convert_layout(through, ROW) + gl.sum(y.permute((1, 0)).load(tall).to(gl.float32) * d_m, axis=1)
@@ -306,7 +306,7 @@ def backward(
             tma.async_copy_shared_to_global(d_k_desc, [n, at - SHIFT, h * K], leaving.index(1))
         tma.async_copy_shared_to_global(d_v_desc, [n, at, h * V], s_dy)
     if SHIFT:
-        _edges(d_k, leaving.index(1).reshape([64, K]), n, h, start, count, chunks, length, H, K, num_warps)
+        put_edges(d_k, leaving.index(1).reshape([64, K]), n, h, start, count, chunks, length, H, K, num_warps)
     tma.store_wait(0)
     if d_state0 is not None:
         gl.store(d_state0 + _state_offsets(seg, h, H, K, V, state), dS)

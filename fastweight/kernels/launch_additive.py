@@ -146,7 +146,7 @@ def _backward_token(plan, given, where, d_o, saved, out, halo) -> None:
 
 def backward(plan, d_o, d_state1, q, k, v, beta, lam, key0, has_key, mask, cu_seqlens, saved, want_state):
     """Gradients of q, k, v, beta, lam, the initial S and the initial key."""
-    _weight, decay, _states = saved
+    weight, decay, states = saved
     given = Inputs.of(plan, q, k, v, beta, lam, key0, has_key, mask)
     (B, T, H, V), K = v.shape, q.shape[3]
     where = Geometry.of(B, T, cu_seqlens, 65 - plan.window)
@@ -160,7 +160,8 @@ def backward(plan, d_o, d_state1, q, k, v, beta, lam, key0, has_key, mask, cu_se
         engine.backward_state(plan, given, walk, decay, d_o, None, pieces, None)
         d_state1 = _join(plan, walk, decay, pieces, d_state1, reverse=True)
     if at_once:
-        launch_hopper_additive.backward(plan, given, walk, saved, d_o, d_state1, pieces, out)
+        steps = weight, decay, fold(plan, where, weight, decay)
+        launch_hopper_additive.backward(plan, given, walk, steps, states, d_o, d_state1, pieces, out)
     elif where.sequences and H:
         engine.backward_state(plan, given, walk, decay, d_o, d_state1, pieces, out.states)
         _rest(plan, given, where, d_o, saved, out)

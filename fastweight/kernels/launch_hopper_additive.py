@@ -13,6 +13,7 @@ from fastweight.kernels.geometry import Geometry
 from fastweight.kernels.launch import FEW_PROGRAMS, LEAST_CHUNKS, Gradients, Inputs, Plan, Walk, gate_flags, start
 from fastweight.kernels.launch_hopper import STAGES, WALKING, blocks, descriptor, tiles
 
+LONGEST = 5  # window of a backward pass in one walk: hopper_additive_windows.py tells four diagonals apart
 REVERSE_STAGES = 3  # chunks in shared memory; the walk in reverse holds less of each
 
 
@@ -79,25 +80,38 @@ def backward_state(
 
 
 def takes_backward(plan: Plan, given: Inputs) -> bool:
-    """Whether the whole backward pass is one walk: no window, states as wide as high, bfloat16 (or asked for)."""
-    compared = given.v.dtype == torch.bfloat16 or unproven.asked_for()
-    return compared and plan.window == 1 and given.q.shape[3] == given.v.shape[3]
+    """Whether the whole backward pass is one walk: states as wide as high; a window, or float16, if asked for."""
+    compared = given.v.dtype == torch.bfloat16 and plan.window == 1
+    return (compared or unproven.asked_for()) and plan.window <= LONGEST and given.q.shape[3] == given.v.shape[3]
 
 
 def backward(
-    plan: Plan, given: Inputs, walk: Walk, saved: tuple[Tensor, ...], d_o: Tensor, d_end: Tensor | None,
-    d_start: Tensor | None, out: Gradients,
+    plan: Plan, given: Inputs, walk: Walk, steps: tuple[Tensor, Tensor, Tensor], states: Tensor, d_o: Tensor,
+    d_end: Tensor | None, d_start: Tensor | None, out: Gradients,
 ) -> None:  # fmt: skip
-    """Fills all gradients of tokens, and d_start if given; saved: weights, log-decays, chunk states."""
-    from fastweight.kernels import hopper_additive_backward
+    """Fills all gradients of tokens, and d_start if given; steps as in `forward`, states of chunks."""
+    from fastweight.kernels import hopper_additive_backward, hopper_additive_windows
 
-    weight, decay, states = saved
-    H, K = given.v.shape[2], given.q.shape[3]
+    weight, decay, sums = steps
+    H, K, pieces = given.v.shape[2], given.q.shape[3], _pieces(walk, True)
+    halo, by_hand = (None, None), (None, None, None)  # no pair is in two chunks, and gradients go out by descriptors
+    if plan.window > 1:
+        shared = pieces if walk.segments > 1 else 0
+        halo = tuple(given.v.new_empty(shared, hopper_additive_windows.SHARED_ROWS.value, H, K) for _ in range(2))
+        by_hand = out.q, out.v, sums
     rows = descriptor(states, [states.numel() // K, K], [K, 1], [K, K])
     start(
-        hopper_additive_backward.backward, (_pieces(walk, True) * H,),
+        hopper_additive_backward.backward, (pieces * H,),
         *(tiles(tensor, K) for tensor in (given.q, given.k, given.v, d_o)), rows,
-        *(tiles(tensor, K) for tensor in (out.q, out.k, out.v)), out.k, given.beta, given.lam, out.beta, out.lam,
-        weight, decay, None if d_end is None else d_end.contiguous(), d_start, *walk.arguments[2:], float(plan.eps),
-        float(plan.floor), V=K, BEFORE=plan.before, **given.widths, **gate_flags(plan), num_warps=K // 16,
+        *(tiles(tensor, K) for tensor in (out.q, out.k, out.v)), by_hand[0], out.k, by_hand[1], *halo,
+        given.beta, given.lam, out.beta, out.lam, weight, decay, by_hand[2],
+        None if d_end is None else d_end.contiguous(), d_start, *walk.arguments[2:], float(plan.eps),
+        float(plan.floor), V=K, WINDOW=plan.window, BEFORE=plan.before, AHEAD=unproven.asked_for(), **given.widths,
+        **gate_flags(plan), num_warps=K // 16,
     )  # fmt: skip
+    if plan.window > 1 and walk.segments > 1:
+        start(
+            hopper_additive_windows.add_borders, (pieces - walk.where.sequences, H),
+            *halo, out.k, out.v, walk.where.length, walk.segments, walk.length, H=H, K=K, V=K, BK=K, BV=K,
+            WINDOW=plan.window, SHIFT=int(plan.shift), num_warps=4,
+        )  # fmt: skip
