@@ -221,12 +221,16 @@ def _keep_state(stage, pointer, S, D: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["length", "chunks", "tokens", "segments", "per_segment"])
 def forward(
-    q, k, v, beta, lam, key0, has_key, unmasked, previous, energies, state0, o, residual, states, state1,
+    q, k, v, beta, lam, key0, has_key, unmasked, previous, energies, state0, o, residual, states, state1, vain,
     cu, chunk_start, length, chunks, tokens, segments, per_segment, eps, floor,
     H: gl.constexpr, KH: gl.constexpr, D: gl.constexpr, SHIFT: gl.constexpr, SCALED: gl.constexpr,
     DIRECT: gl.constexpr, BEFORE: gl.constexpr,
 ):  # fmt: skip
-    """One sequence of one head: o, the final state, key energies, and where given residuals and chunk states."""
+    """One sequence of one head: o, the final state, key energies, and where given residuals and chunk states; where
+    `vain` is given, only of the programs that hopper_scaled_columns*.py noted there."""
+    if vain is not None:
+        if gl.load(vain + gl.program_id(0)) == 0:
+            return
     PARTS: gl.constexpr = D // 64
     dtype: gl.constexpr = q.dtype.element_ty
     h = gl.program_id(0) % H
@@ -342,12 +346,15 @@ def forward(
 @gluon.jit(do_not_specialize=["length", "chunks", "tokens", "segments", "per_segment"])
 def backward_state(
     q, k, d_o, beta, lam, key0, has_key, unmasked, previous, energies, d_state1, d_states, d_state0, d_u, kept, wild,
-    cu, chunk_start, length, chunks, tokens, segments, per_segment, eps, floor,
+    vain, cu, chunk_start, length, chunks, tokens, segments, per_segment, eps, floor,
     H: gl.constexpr, KH: gl.constexpr, D: gl.constexpr, SHIFT: gl.constexpr, SCALED: gl.constexpr,
     DIRECT: gl.constexpr, BEFORE: gl.constexpr,
 ):  # fmt: skip
     """One sequence of one head in reverse: dU, the state gradient at every chunk end, where wanted dS_0, the products
-    of chunks' carries [chunks, H, D], and whether they forget much."""
+    of chunks' carries [chunks, H, D], and whether they forget much; vain: as in `forward`."""
+    if vain is not None:
+        if gl.load(vain + gl.program_id(0)) == 0:
+            return
     PARTS: gl.constexpr = D // 64
     dtype: gl.constexpr = q.dtype.element_ty
     h = gl.program_id(0) % H

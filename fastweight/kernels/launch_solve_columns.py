@@ -13,7 +13,7 @@ import torch
 import triton
 from torch import Tensor
 
-from fastweight.kernels import launch_hopper_gradient, solve_columns, solve_columns_gradient
+from fastweight.kernels import launch_hopper_gradient, solve_columns, solve_columns_gradient, unproven
 from fastweight.kernels.geometry import Geometry
 from fastweight.kernels.launch import (
     FEW_PROGRAMS,
@@ -67,15 +67,23 @@ def fits_hopper(given: Inputs, d_o: Tensor, states: Tensor) -> bool:
     return square and given.beta.data_ptr() % 16 == 0 and launch_hopper_gradient.fits(given, d_o, states)
 
 
-def _walk(kernel: Any, plan: Plan, given: Inputs, where: Geometry, values: Tensor, *results) -> None:
-    """Starts one of the walks on Hopper; values: of the tokens, or the gradients of what they read."""
+def _walk(kernels: tuple[Any, Any], plan: Plan, given: Inputs, where: Geometry, values: Tensor, *results) -> None:
+    """Walks on Hopper by either of two kernels, scaled columns first; values: of the tokens, or the gradients of what
+    they read."""
+    scaled, exact = kernels
     H, D = given.v.shape[2:]
-    start(
-        kernel, (where.sequences * H,),
-        given.q, given.k, values, given.beta, given.lam, *given[5:], *results, *Walk(where, 1, 2**30).arguments,
-        float(plan.eps), float(plan.floor), H=H, KH=given.q.shape[2], D=D, SHIFT=int(plan.shift), SCALED=plan.scaled,
-        DIRECT=plan.direct, BEFORE=plan.before, num_warps=4, maxnreg=168 if D == 64 else None,
-    )  # fmt: skip
+    programs = where.sequences * H
+    vain = None
+    if given.v.dtype == torch.bfloat16 and unproven.asked_for():
+        vain = torch.empty(programs, dtype=torch.int8, device=given.v.device)
+    for kernel in (exact,) if vain is None else (scaled, exact):
+        start(
+            kernel, (programs,),
+            given.q, given.k, values, given.beta, given.lam, *given[5:], *results, vain,
+            *Walk(where, 1, 2**30).arguments, float(plan.eps), float(plan.floor), H=H, KH=given.q.shape[2], D=D,
+            SHIFT=int(plan.shift), SCALED=plan.scaled, DIRECT=plan.direct, BEFORE=plan.before, num_warps=4,
+            maxnreg=168 if D == 64 else None,
+        )  # fmt: skip
 
 
 def forward(plan, q, k, v, beta, lam, state0, key0, has_key, mask, cu_seqlens, save):
@@ -93,9 +101,10 @@ def forward(plan, q, k, v, beta, lam, state0, key0, has_key, mask, cu_seqlens, s
     start0 = None if state0 is None else state0.contiguous()
     kept = residual if save else None, states if save else None
     if grid and fits_hopper(given, given.v, states):
-        from fastweight.kernels import hopper_solve_columns
+        from fastweight.kernels import hopper_scaled_columns, hopper_solve_columns
 
-        _walk(hopper_solve_columns.forward, plan, given, where, given.v, energies, start0, o, *kept, state1)
+        kernels = hopper_scaled_columns.forward, hopper_solve_columns.forward
+        _walk(kernels, plan, given, where, given.v, energies, start0, o, *kept, state1)
     elif grid:
         couplings = couple(plan, given, cu_seqlens, energies, back=False)
         start(
@@ -135,16 +144,14 @@ def backward(plan, d_o, d_state1, q, k, v, beta, lam, key0, has_key, mask, cu_se
 
 def backward_mild(plan, where, given, d_o, d_end, saved, out: Gradients) -> Tensor:
     """On Hopper: the gradients of all states, and all others of the chunks that do not forget much; which ones do."""
-    from fastweight.kernels import hopper_solve_columns, hopper_solve_columns_gradient
+    from fastweight.kernels import hopper_scaled_columns_backward, hopper_solve_columns, hopper_solve_columns_gradient
 
     energies, residual, states = saved
     H, D = given.v.shape[2:]
     kept = torch.empty(where.slots, H, D, dtype=torch.float32, device=given.v.device)
     wild = torch.empty(where.slots, H, dtype=torch.int8, device=given.v.device)
-    _walk(
-        hopper_solve_columns.backward_state, plan, given, where, d_o, energies, d_end, out.states, out.state0, out.v,
-        kept, wild,
-    )  # fmt: skip
+    kernels = hopper_scaled_columns_backward.backward_state, hopper_solve_columns.backward_state
+    _walk(kernels, plan, given, where, d_o, energies, d_end, out.states, out.state0, out.v, kept, wild)
     start(
         hopper_solve_columns_gradient.backward_token, (where.slots * H,),
         given.q, given.k, d_o, given.beta, given.lam, *given[5:], energies, residual, state_rows(states),

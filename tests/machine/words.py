@@ -58,7 +58,9 @@ def maximum(a: Any, b: Any) -> Any:
 
 @word
 def inline_asm_elementwise(asm: str, constraints: str, args: list[Any], **_: Any) -> Tile:
-    assert asm.startswith("mov."), "moves only"
+    if asm.startswith("rcp."):
+        return tile(1 / args[0])
+    assert asm.startswith("mov."), "moves and reciprocals only"
     return args[0] if args else tile(torch.tensor(0, dtype=torch.int32))
 
 
