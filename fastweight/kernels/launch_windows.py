@@ -271,7 +271,7 @@ def _rest(plan, given, where, block, known: tuple[Tensor, ...], d_o, states, out
 
     rows, rows_back = _room_for_parts(given, block, turns, low, ROWS, SIDES)
     maps = _room_for_parts(given, block, turns, low, HELD, SIDES)
-    begun, outer, *own = (room(block.parts * HELD, V) for _ in range(2 if by_slot else 6))
+    begun, outer, *own = (None, None) if by_slot else (room(block.parts * HELD, V) for _ in range(6))
     met = room(block.parts, SIDES, SIDES, dtype=torch.float32)
     d_gram, d_reads = room(block.slots, block.slots), room(PAIRS, block.slots)
     through = room(HELD, dtype=torch.float32)
