@@ -80,7 +80,9 @@ def test_compiled_code_keeps_packed_documents_apart():
     model, ids = build("hybrid", num_hidden_layers=2), tokens(1, 9)
     packed = {"position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]]), "use_cache": False}
     expected = torch.cat([model(ids[:, :4]).logits, model(ids[:, 4:]).logits], dim=1)
-    assert_close(torch.compile(model, backend="eager")(ids, **packed).logits, expected, DTYPE)
+    compiled = torch.compile(model, backend="eager")
+    for _ in range(3):  # what is compiled, and in which frames, differs from call to call
+        assert_close(compiled(ids, **packed).logits, expected, DTYPE)
     torch._dynamo.reset()
     with pytest.raises(torch._dynamo.exc.TorchDynamoException):
         torch.compile(model, backend="eager", fullgraph=True)(ids, **packed)

@@ -58,7 +58,8 @@ def document_bounds(
         return bounds
     if position_ids.ndim != 2:
         raise ValueError(f"position_ids: got shape {tuple(position_ids.shape)}, expected [1 or batch, tokens]")
-    known = torch.compiler.is_compiling() or has_values(position_ids)
+    # Not `has_values`: where this frame is not compiled and that one is, it would say no, and documents would mix.
+    known = type(position_ids) is Tensor and position_ids.device.type != "meta"
     if not known or (cache is not None and not cache.is_empty) or _may_be_padded(attention_mask):
         return None
     place = current()
