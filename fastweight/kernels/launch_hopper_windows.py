@@ -11,9 +11,9 @@ from torch import Tensor
 
 from fastweight.kernels import unproven
 from fastweight.kernels.geometry import Geometry
-from fastweight.kernels.launch import Gradients, Inputs, Plan
+from fastweight.kernels.launch import Gradients, Inputs, Plan, tables
 from fastweight.kernels.launch_hopper import available
-from fastweight.kernels.launch_windows import HELD, SIDES, Block, Measured, make_parts, measure, turns_of
+from fastweight.kernels.launch_windows import HELD, SIDES, Block, Measured, Turn, make_parts, measure, turns_of
 from fastweight.kernels.start import start
 
 DTYPES = (torch.bfloat16,)  # float16 has no range for maps, and float32 no matrix units
@@ -63,12 +63,12 @@ def _walk(kernel: Any, plan: Plan, given: Inputs, where: Geometry, block: Block,
 
 
 def _aligned(tensor: Tensor) -> Tensor:
-    """The same numbers where copies of 16 bytes read them."""
     return tensor.clone() if tensor.data_ptr() % 16 else tensor
 
 
-def aligned(given: Inputs) -> Inputs:
-    return given._replace(q=_aligned(given.q), k=_aligned(given.k), v=_aligned(given.v))
+def aligned(given: Inputs, values: Tensor) -> tuple[Inputs, Tensor]:
+    """The same numbers where copies of 16 bytes read them."""
+    return given._replace(q=_aligned(given.q), k=_aligned(given.k), v=_aligned(given.v)), _aligned(values)
 
 
 def forward(
@@ -109,7 +109,23 @@ def backward(
     assert kept.slots is not None, "a backward pass of what was not saved"
     slots = torch.empty_like(kept.slots)
     _walk(
-        hopper_windows_backward.backward_state, plan, given, where, block, _aligned(d_o), decay, *_plane(kept),
+        hopper_windows_backward.backward_state, plan, given, where, block, d_o, decay, *_plane(kept),
         None if d_state1 is None else d_state1.contiguous(), out.v, slots[0], slots[1], out.states, out.state0,
     )  # fmt: skip
     return kept.slots[0], kept.slots[1], slots[0], slots[1]
+
+
+def finish(
+    plan: Plan, given: Inputs, where: Geometry, block: Block, turn: Turn, d_o: Tensor, decay: Tensor, states: Tensor,
+    out: Gradients, found: tuple[Tensor, ...], shared: Tensor,
+) -> None:  # fmt: skip
+    """Fills the gradients of queries and keys of the blocks of a turn, of 64 slots each; found: Z, dF, dG, d(Q X^T)."""
+    from fastweight.kernels import hopper_windows_finish
+
+    H, D = given.v.shape[2:]
+    start(
+        hopper_windows_finish.finish, (turn.blocks * H * (D // 64),),
+        given.q, given.k, d_o, decay, states, out.states, *found, out.q, out.k, shared, turn.first, *tables(where),
+        H=H, KH=given.q.shape[2], D=D, WINDOW=block.window, PART=block.part, SHIFT=int(plan.shift), BEFORE=plan.before,
+        num_warps=4,
+    )  # fmt: skip

@@ -206,7 +206,7 @@ def forward(plan, q, k, v, beta, lam, state0, key0, has_key, mask, cu_seqlens, s
     kept = states if len(states) else None
     maps = empty_maps(k, v, key0, mask, plan.rebuild, save, where.slots, plan.window)
     if launch_hopper_windows.fits(k, v, key0, mask, plan.rebuild):
-        given = launch_hopper_windows.aligned(given)
+        given, _ = launch_hopper_windows.aligned(given, given.v)
         found = launch_hopper_windows.forward(plan, given, where, block, maps, state0, o, kept, state1)
         return o, state1, found.weight, found.decay, found.facts, maps, states
     found = _join(plan, given, where, block, maps)
@@ -230,7 +230,7 @@ def backward(plan, d_o, d_state1, q, k, v, beta, lam, key0, has_key, mask, cu_se
     decay = known[1]
     out = Gradients(given, where, want_state)
     if launch_hopper_windows.fits(k, v, key0, mask, plan.rebuild):
-        given = launch_hopper_windows.aligned(given)
+        given, d_o = launch_hopper_windows.aligned(given, d_o)
         by_slot = launch_hopper_windows.backward(plan, given, where, block, decay, maps, d_o, d_state1, out)
         _rest(plan, given, where, block, tuple(known), d_o, states, out, by_slot)
         return out.result()
@@ -261,6 +261,8 @@ def _rest(plan, given, where, block, known: tuple[Tensor, ...], d_o, states, out
 
     by_slot: W, Z, dZ and dF of all slots, if the walks kept them.
     """
+    from fastweight.kernels import launch_hopper_windows
+
     (_B, _T, H, V), K, dtype = given.v.shape, given.q.shape[3], given.v.dtype
     turns = turns_of(where, H)
     found = Measured.of(given, block, turns, known)
@@ -303,6 +305,12 @@ def _rest(plan, given, where, block, known: tuple[Tensor, ...], d_o, states, out
             float(plan.eps), float(plan.floor), ROWS=ROWS, SLOTS=block.slots, SHIFT=int(plan.shift),
             SCALED=plan.scaled, DIRECT=plan.direct, DOT=exact, **common, num_warps=2,
         )  # fmt: skip
+        if by_slot and block.slots == 64:
+            found_here = wrote, df, d_gram, d_reads
+            launch_hopper_windows.finish(
+                plan, given, where, block, turn, d_o, found.decay, states, out, found_here, shared
+            )
+            continue
         start(
             windows_finish.finish, (turn.blocks, H),
             given.q, given.k, d_o, given.key0, given.has_key, given.unmasked, found.decay, states, out.states,
