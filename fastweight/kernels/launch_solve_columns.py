@@ -157,7 +157,7 @@ def backward_mild(plan, where, given, d_o, d_end, saved, out: Gradients) -> Tens
         given.q, given.k, d_o, given.beta, given.lam, *given[5:], energies, residual, state_rows(states),
         state_rows(out.states), kept, wild, out.q, out.k, out.v, out.beta, out.lam, out.key0, *tables(where),
         float(plan.eps), float(plan.floor), H=H, KH=given.q.shape[2], D=D, SHIFT=int(plan.shift),
-        SCALED=plan.scaled, DIRECT=plan.direct, BEFORE=plan.before, num_warps=8,
+        SCALED=plan.scaled, DIRECT=plan.direct, BEFORE=plan.before, QUICK=unproven.asked_for(), num_warps=8,
         maxnreg=128 if D == 64 else None,
     )  # fmt: skip
     return wild

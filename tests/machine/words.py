@@ -58,9 +58,11 @@ def maximum(a: Any, b: Any) -> Any:
 
 @word
 def inline_asm_elementwise(asm: str, constraints: str, args: list[Any], **_: Any) -> Tile:
-    if asm.startswith("rcp."):
-        return tile(1 / args[0])
-    assert asm.startswith("mov."), "moves and reciprocals only"
+    known = {"rcp.approx": torch.reciprocal, "ex2.approx": torch.exp2, "lg2.approx": torch.log2}
+    for name, function in known.items():
+        if asm.startswith(name):
+            return tile(function(args[0]))
+    assert asm.startswith("mov."), f"moves and {', '.join(known)} only"
     return args[0] if args else tile(torch.tensor(0, dtype=torch.int32))
 
 
