@@ -91,6 +91,13 @@ def _views(tiles, key_tile, value_tile, state_ring, room, scores, stage, K: gl.c
     return q, x, y, do, state_ring[0].index(nil()), room.index(nil()), scores.index(nil()), scores.index(nil() + 1)
 
 
+@gluon.jit
+def _overlap(S, dS, WARPS: gl.constexpr):
+    """Sum of S .* dS [WARPS], each warp's own part."""
+    rows = gl.sum(S.load(dS.type.layout).to(gl.float32) * dS, axis=1)
+    return gl.sum(gl.reshape(rows, [WARPS, dS.shape[0] // WARPS]), axis=1)
+
+
 @gluon.jit(do_not_specialize=["length", "chunks", "tokens", "segments", "per_segment"])
 def backward(
     q_desc, k_desc, v_desc, d_o_desc, states_desc, d_q_desc, d_k_desc, d_v_desc, out_q, d_k, out_v, halo_k, halo_v,
@@ -198,7 +205,8 @@ def backward(
             next_last = keep_numbers(numbers, (c + 1) & 1, soon, BEFORE)
         if WINDOW > 1:
             high = gl.minimum(high, STRIDE)
-        s_dS.store(dS.to(dtype))
+        if not AHEAD:
+            s_dS.store(dS.to(dtype))
         # What comes last is waited for as late as may be.
         phase = (c >> 1) & 1 if AHEAD else c & 1
         mbarrier.wait(bars[0].index(stage), phase)
@@ -207,11 +215,18 @@ def backward(
         mbarrier.wait(value_bar[0].index(0), c & 1)
         mbarrier.wait(bars[1].index(stage), phase)
         dp = warpgroup_mma(do, y.permute((1, 0)), no_pairs, use_acc=False, is_async=True)
+        if AHEAD:
+            # Waits for nothing, but the assembler sees that nobody is at dS: else it waits for all products here.
+            dS = warpgroup_mma_wait(2, deps=(dS,))
+            s_dS.store(dS.to(dtype))
         fence_async_shared()
         gl.thread_barrier()
         mbarrier.wait(state_bars[0].index(0), c & 1)
         d_q = warpgroup_mma(do, S.permute((1, 0)), no_tile, use_acc=False, is_async=True)
         d_y = warpgroup_mma(x, s_dS, no_tile, use_acc=False, is_async=True)
+        if AHEAD and WINDOW == 1:  # with a window there are no registers for it yet
+            dS = warpgroup_mma_wait(4, deps=(dS,))
+            through = _overlap(S, dS, num_warps)
         p, dp = warpgroup_mma_wait(2, deps=(p, dp))
         if WINDOW > 1:
             put_diagonals(beside, p * dp, distance_in(pairs), WINDOW, BEFORE, WIDE)
@@ -227,8 +242,8 @@ def backward(
         felt = p * dp * felt
         d_w = by_warps(felt, 4)
         felt_low = (felt * across(numbers, c & 1, STEP, pairs)[None, :]).to(gl.bfloat16)
-        through = gl.sum(S.load(state).to(gl.float32) * dS, axis=1)
-        through = gl.sum(gl.reshape(through, [num_warps, K // num_warps]), axis=1)
+        if not AHEAD or WINDOW > 1:
+            through = _overlap(S, dS, num_warps)
         fence_async_shared()
         d_q, d_y = warpgroup_mma_wait(0, deps=(d_q, d_y))
         # Behind this barrier the state has been read, and the scores are there.
