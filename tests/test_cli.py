@@ -109,6 +109,18 @@ def test_mistakes_end_in_one_readable_message(
     assert list(tmp_path.iterdir()) == []  # nothing was begun
 
 
+def test_a_place_that_cannot_be_written_ends_in_one_readable_message(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    assert (
+        run_main(monkeypatch, "train", "addition", "--recipe", "addition-tiny", "--out", str(tmp_path / "file/x")) == 2
+    )
+    said = capsys.readouterr().err
+    assert "Error: [Errno 20] Not a directory" in " ".join(said.split())
+    assert "Traceback" not in said
+
+
 def test_a_missing_extra_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

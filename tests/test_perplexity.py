@@ -197,10 +197,18 @@ def test_the_same_text_by_every_way_is_the_same_documents(one: LanguageModel, tm
 
 def test_lambada_is_read_from_lines(one: LanguageModel, tmp_path: Path) -> None:
     lines = [{"context": "the old", "continuation": "stone"}, {"text": f"a {END} the bird"}]
-    (tmp_path / "l.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "l.jsonl").write_text("".join(json.dumps(line) + "\n\n" for line in lines))
     endings = texts.documents_of_dataset(f"lambada={tmp_path / 'l.jsonl'}", one.tokenizer)
     assert [one.tokenizer.decode(ending.ids) for ending in endings] == ["the old stone", f"a {END} the bird"]
     assert all(isinstance(ending, Ending) for ending in endings)
+    raw = json.dumps({"context": "the\u2028old", "continuation": "stone"}, ensure_ascii=False)
+    (tmp_path / "l.jsonl").write_text(raw, encoding="utf-8")
+    (ending,) = texts.documents_of_dataset(f"lambada={tmp_path / 'l.jsonl'}", one.tokenizer)
+    assert one.tokenizer.decode(ending.ids) == "the\u2028old stone"
+    for content, message in (("[1]", "line 1 is list, expected an object"), ("\n{x", "line 2 is no JSON")):
+        (tmp_path / "l.jsonl").write_text(content)
+        with pytest.raises(ValueError, match=message):
+            texts.documents_of_dataset(f"lambada={tmp_path / 'l.jsonl'}", one.tokenizer)
     with pytest.raises(ValueError, match="dataset: got 'piqa', expected one of wikitext"):
         texts.documents_of_dataset("piqa", one.tokenizer)
 

@@ -209,6 +209,13 @@ def test_the_hub_streams_and_goes_on(tmp_path: Path, bpe: str, monkeypatch: pyte
     assert [text for text, _ in source.read(cursor)] == texts[30:]
     (named,) = find_sources(["hf:org/name:config:validation@v1"])
     assert named.identity() == {"name": "hf:org/name", "config": "config", "split": "validation", "revision": "v1"}
+
+    def unreachable(*args: object, **kwargs: object) -> None:
+        raise ConnectionError("nobody answers")
+
+    monkeypatch.setattr("datasets.load_dataset", unreachable)
+    with pytest.raises(ValueError, match=r"source: hf:org/name cannot be read \(nobody answers\)"):
+        next(named.read())
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ValueError, match=r'needs datasets, which is not installed: pip install "fastweight\[data\]"'):
         next(named.read())
@@ -217,11 +224,20 @@ def test_the_hub_streams_and_goes_on(tmp_path: Path, bpe: str, monkeypatch: pyte
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.jsonl", '{"text": "x"}\n{"text": 3}\n', "a.jsonl line 2 has text, expected text in 'text'"),
+        (
+            "a.jsonl",
+            '{"text": "x"}\n{"text": 3}\n',
+            r"a.jsonl line 2 has text \('text' is int\), expected text in 'text'",
+        ),
         ("a.jsonl", '{"body": "x"}\n', "line 1 has body, expected text in 'text'"),
         ("a.jsonl", "\n{x}\n", "a.jsonl line 2 is no JSON"),
         ("a.jsonl", b'{"text": "\xff"}\n', "a.jsonl line 1 is not UTF-8"),
         ("a.txt", b"ab\xff", "a.txt is not UTF-8 .* at 2"),
+        ("a.txt.gz", "not packed", "a.txt.gz cannot be read .*Not a gzip"),
+        ("a.txt.gz", gzip.compress(b"cut off")[:-9], "a.txt.gz cannot be read .*ended before"),
+        ("a.txt.xz", "not packed", "a.txt.xz cannot be read"),
+        ("a.txt.bz2", "not packed", "a.txt.bz2 cannot be read"),
+        ("a.parquet", "PAR1", "a.parquet (is no parquet|needs pyarrow)"),
         ("a.csv", "x", "got .*a.csv, expected one of .txt"),
         ("a.jsonl", "", "train: got none of 0 documents"),
     ],
@@ -231,6 +247,12 @@ def test_bad_files_are_named(name: str, content: str | bytes, message: str, tmp_
     with pytest.raises(ValueError, match=message):
         prepare([str(tmp_path / name)], tmp_path / "out", tokenizer=bpe, say=quiet)
     assert not (tmp_path / "out" / "meta.json").exists()
+
+
+def test_a_byte_order_mark_and_the_separators_of_unicode_are_read(tmp_path: Path, bpe: str) -> None:
+    (tmp_path / "a.jsonl").write_bytes('\ufeff{"text": "one"}\r\n\r\n{"text": "tw\u2028o\x85"}'.encode())
+    prepare([str(tmp_path / "a.jsonl")], tmp_path / "out", tokenizer=bpe, options=PrepareOptions(0.0), say=quiet)
+    assert texts_of(tmp_path / "out", "train") == ["one", "tw\u2028o\x85"]
 
 
 def test_an_empty_split_is_refused_and_another_request_may_follow(tmp_path: Path, bpe: str) -> None:
@@ -279,6 +301,7 @@ def test_the_command_says_what_it_wrote(
     assert not end.value.code
     meta = json.loads((tmp_path / "out" / "meta.json").read_text())
     said = capsys.readouterr().out
+    assert "preparing" not in said, "the bar belongs to stderr"
     for split in ("train", "validation"):
         assert f"{meta['splits'][split]['tokens']:,}" in said
     assert said.splitlines()[-1] == str(tmp_path / "out")

@@ -93,6 +93,7 @@ class _Bar:
             text,
             TimeElapsedColumn(),
             TimeRemainingColumn(),
+            console=told,
         )
         self.task = self.bar.add_task("", total=None, tokens=0, rate=0.0, mb=0.0)
 

@@ -15,6 +15,7 @@ import hashlib
 import importlib
 import json
 import lzma
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -24,6 +25,7 @@ from typing import IO, Any, Protocol
 OPENERS: dict[str, Any] = {"": open, ".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 TEXT, LINES, PARQUET = (".txt", ".md"), (".jsonl", ".ndjson", ".json"), ".parquet"
 HUB = "hf:"
+BYTE_ORDER_MARK = "\ufeff"  # some editors begin a file with one, and JSON must not
 
 
 class Source(Protocol):
@@ -75,9 +77,12 @@ class TextFile:
 
     def read(self, cursor: Any = None) -> Iterator[tuple[str, int]]:
         start = self._count = cursor or 0
-        for text, position in self._parquet(start) if self.path.suffix == PARQUET else self._rows(start):
-            self._count += 1
-            yield text, position
+        try:
+            for text, position in self._parquet(start) if self.path.suffix == PARQUET else self._rows(start):
+                self._count += 1
+                yield text, position
+        except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:  # damaged archives raise any of these
+            raise ValueError(f"source: {self.path} cannot be read ({error})") from None
 
     def cursor(self) -> Any:
         return self._count
@@ -100,12 +105,13 @@ class TextFile:
     def _field(self, line: bytes, number: int) -> str:
         where = f" line {number}"
         try:
-            row = json.loads(self._decode(line, where))
+            row = json.loads(self._decode(line, where).removeprefix(BYTE_ORDER_MARK))
         except json.JSONDecodeError as error:
             raise ValueError(f"source: {self.path}{where} is no JSON ({error})") from None
         text = row.get(self.text_field) if isinstance(row, dict) else None
         if not isinstance(text, str):
             found = ", ".join(row) if isinstance(row, dict) else type(row).__name__
+            found += f" ({self.text_field!r} is {type(text).__name__})" if text is not None else ""
             raise ValueError(f"source: {self.path}{where} has {found}, expected text in {self.text_field!r}")
         return text
 
@@ -116,7 +122,11 @@ class TextFile:
             raise ValueError(f"source: {self.path}{where} is not UTF-8 ({error.reason} at {error.start})") from None
 
     def _parquet(self, start: int) -> Iterator[tuple[str, int]]:
-        file = extra("pyarrow.parquet", "reading parquet").ParquetFile(self.path)
+        parquet = extra("pyarrow.parquet", "reading parquet")
+        try:
+            file = parquet.ParquetFile(self.path)
+        except ValueError as error:  # pyarrow's own kind of it does not name the file
+            raise ValueError(f"source: {self.path} is no parquet ({error})") from None
         if self.text_field not in file.schema_arrow.names:
             found = ", ".join(file.schema_arrow.names)
             raise ValueError(f"source: {self.path} has {found}, expected text in {self.text_field!r}")
@@ -124,6 +134,9 @@ class TextFile:
         for batch in file.iter_batches(batch_size=1024, columns=[self.text_field]):
             if row + len(batch) > start:
                 for text in batch.column(0).slice(max(start - row, 0)).to_pylist():
+                    if not isinstance(text, str | None):
+                        found = f"{type(text).__name__} in {self.text_field!r}"
+                        raise ValueError(f"source: {self.path} has {found}, expected text")
                     yield text or "", self.size * row // total
             row += len(batch)
 
@@ -145,9 +158,11 @@ class HubDataset:
 
     def read(self, cursor: Any = None) -> Iterator[tuple[str, int]]:
         load = extra("datasets", "streaming from the hub").load_dataset
-        self._dataset = load(
-            self.name.removeprefix(HUB), self.config, split=self.split, revision=self.revision, streaming=True
-        )
+        name = self.name.removeprefix(HUB)
+        try:
+            self._dataset = load(name, self.config, split=self.split, revision=self.revision, streaming=True)
+        except (OSError, ValueError) as error:  # not there, not reachable, or no such configuration or split
+            raise ValueError(f"source: {self.name} cannot be read ({error})") from None
         if cursor is not None:
             self._dataset.load_state_dict(cursor)
         for row in self._dataset:

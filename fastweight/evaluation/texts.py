@@ -76,8 +76,16 @@ def _pairs(path: Path) -> Iterator[tuple[str, str]]:
     """Contexts and last words of JSON lines with "context" and "continuation", or with "text"."""
     if not path.is_file():
         raise ValueError(f"dataset: got {path}, expected a file of JSON lines")
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        row = json.loads(line)
+    # Not splitlines: text in JSON may hold the other separators of lines that Unicode knows.
+    for number, line in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"dataset: {path} line {number} is no JSON ({error})") from None
+        if not isinstance(row, dict):
+            raise ValueError(f"dataset: {path} line {number} is {type(row).__name__}, expected an object")
         if "text" in row:
             word = row["text"].split(" ")[-1]
             yield row["text"][: len(row["text"]) - len(word)], word
