@@ -221,12 +221,21 @@ class TestBadInput:
                 "position_ids: got several documents in a batch of 2",
             ),
             ({"position_ids": torch.arange(5)}, r"position_ids: got shape \(5,\)"),
+            ({"seq_idx": torch.zeros(2, 5)}, "seq_idx: got it alone, expected packed documents by cu_seqlens"),
             ({"cache": DynamicCache()}, "cache: got DynamicCache, expected a FastWeightCache"),
         ],
     )
     def test_is_named(self, arguments, message):
         with pytest.raises(ValueError, match=message):
             self.model(**({"input_ids": tokens(2, 5)} | arguments))
+
+    @pytest.mark.parametrize("other", ["transformer", "hybrid"])
+    def test_a_cache_of_other_layers(self, other):
+        cache = FastWeightCache(build(other).config)
+        with pytest.raises(
+            ValueError, match=r"cache: got one of \d layers of other kinds, expected one made for mixers"
+        ):
+            self.model(tokens(1, 5), cache=cache)
 
     def test_two_caches(self):
         caches = [FastWeightCache(self.model.config) for _ in range(2)]

@@ -65,6 +65,13 @@ class FastWeightCache(Cache):
         """Bytes held, all sequences together."""
         return sum(part.numel() * part.element_size() for part in self.tensors())
 
+    def check_layers(self, config: Any) -> None:
+        """ValueError where another kind of model than the one of `config` filled it."""
+        ours = [mixer_of(name).memory == "kv" for name in config.mixers]
+        if [isinstance(layer, KeyValueLayer) for layer in self.layers] != ours:
+            got = f"one of {len(self.layers)} layers of other kinds"
+            raise ValueError(f"cache: got {got}, expected one made for mixers {config.mixers}")
+
     @property
     def is_empty(self) -> bool:
         """Whether no token was seen yet; known without asking the device."""

@@ -160,6 +160,8 @@ class FastWeightModel(FastWeightPreTrainedModel):
         """The cache to read and fill: the caller's, a new one, or none (training and packed input, unless asked)."""
         if cache is not None and not isinstance(cache, FastWeightCache):
             raise ValueError(f"cache: got {type(cache).__name__}, expected a FastWeightCache (FastWeightCache(config))")
+        if cache is not None:
+            cache.check_layers(self.config)
         if use_cache is None:
             use_cache = cache is not None or (self.config.use_cache and not self.training and cu_seqlens is None)
         if self.gradient_checkpointing and self.training and torch.is_grad_enabled() and (use_cache or cache):
@@ -223,6 +225,8 @@ class FastWeightForCausalLM(FastWeightGenerationMixin, FastWeightPreTrainedModel
             ValueError: for anything inconsistent, naming the argument.
         """
         cache = one_of("cache", cache, "past_key_values", past_key_values)
+        if kwargs.get("seq_idx") is not None and cu_seqlens is position_ids is kwargs.get("cu_seq_lens_q") is None:
+            raise ValueError("seq_idx: got it alone, expected packed documents by cu_seqlens or by position_ids")
         packed = kwargs.pop("cu_seq_lens_q", None)
         cu_seqlens = document_bounds(cu_seqlens, packed, position_ids, attention_mask, cache)
         outputs = self.model(
