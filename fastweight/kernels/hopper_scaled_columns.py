@@ -36,8 +36,10 @@ from fastweight.kernels.hopper_scaled_parts import (
     SHORT,
     copy_block,
     halves,
+    in_turn,
     keep_state,
     keys_and_queries,
+    landed,
     make_rings,
     make_shelves,
     prepare,
@@ -45,6 +47,7 @@ from fastweight.kernels.hopper_scaled_parts import (
     reciprocal,
     rows_of,
     stage_after,
+    store_columns,
     tokens_of,
 )
 from fastweight.kernels.hopper_solve_columns import (
@@ -112,7 +115,6 @@ def forward(
         S0 = _state(state0, slot, 0, D)
         S1 = _state(state0, slot, PARTS - 1, D)
     r = gl.arange(0, 16, DOWN)[:, None]
-    cv = gl.arange(0, D, ALONG)
     least = kept
     gl.thread_barrier()
     for b in range(0, count):
@@ -150,8 +152,7 @@ def forward(
             fades = gl.where(r == t, kept[None, :], fades)
         rate = eta * reciprocal(fades)
         s_kept.store(kept)
-        # Behind this barrier the next block's tiles are there, and what was kept for this one is seen.
-        arrive()
+        landed()
         copy_block(
             rings, stage_after(stage_after(stage)), q, k, v, beta, previous, first + 32, -b * 16 - 32, high - 32, h, kh,
             H, KH, D, SHIFT,
@@ -159,12 +160,10 @@ def forward(
         felt = s_felt.permute((1, 0)).load(COLUMN)
         z = gl.zeros([16, D], gl.float32, COLUMN)
         seen = fades
-        at_rows = (first * H + h) * D + cv
         for t in gl.static_range(16):
             left = _row(y, r, t) - before * _row(felt, r, t)
-            if residual is not None:
-                gl.store(residual + at_rows + t * (H * D), left.to(dtype), mask=(cv >= 0) & (t < high))
-            write = _row(rate, r, t) * left
+            y = gl.where(r == t, left[None, :], y)
+            write = in_turn(_row(rate, r, t) * left)
             z = gl.where(r == t, write[None, :], z)
             if BEFORE:
                 seen = gl.where(r == t, before[None, :], seen)
@@ -181,6 +180,8 @@ def forward(
         S0 = warpgroup_mma(s_written, keys[0].index(2 * stage), S0, is_async=True)
         if PARTS == 2:
             S1 = warpgroup_mma(s_written, keys[1].index(2 * stage), S1, is_async=True)
+        if residual is not None:
+            store_columns(residual, y, first, high, h, H, D)
         stage = stage_after(stage)
         soon = tokens_of(
             lam, energies, has_key, unmasked, previous, line + b * 16 + 16, first + 16, -b * 16 - 16, high - 16, n, h,

@@ -20,14 +20,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from fastweight.kernels.hopper_parts import LINE, SHARED, arrive
 from fastweight.kernels.hopper_scaled_parts import (
     SHORT,
+    block_ends,
     copy_block,
+    in_turn,
     keep_state,
+    landed,
     make_rings,
     make_shelves,
     prepare,
     rates_of,
     reciprocal,
     stage_after,
+    store_columns,
     tokens_of,
 )
 from fastweight.kernels.hopper_solve_columns import (
@@ -107,14 +111,14 @@ def backward_state(
         now = turn & 1
         high = size - b * 16
         first = begin + b * 16
-        if (b % 4 == 3) | (turn == 0):
+        if ((b & 3) == 3) | (turn == 0):
             scale = s_kept.load(ROW)[:, None]
             S0 *= scale
             S1 *= scale
             passed = gl.full([D], 1.0, gl.float32, ALONG)
             back = passed
             least = passed
-            to = d_states + ((lead + b // 4).to(gl.int64) * H + h) * (D * D)
+            to = d_states + ((lead + (b >> 2)).to(gl.int64) * H + h) * (D * D)
             keep_state(s_state, to, S0, D)
             if PARTS == 2:
                 keep_state(s_state, to + 64 * D, S1, D)
@@ -149,25 +153,24 @@ def backward_state(
         ends = warpgroup_mma(s_reads, shelves[1].index(now).slice(16, 16, 0), ends, is_async=True)
         ends = warpgroup_mma_wait(0, deps=(ends,))
         s_felt.store(ends)
-        # Behind this barrier the next block's tiles are there, and what was kept for this one is seen.
-        arrive()
+        landed()
+        start, end = block_ends(32 - b * 16, high + 32)
         copy_block(
-            rings, stage_after(stage_after(stage)), q, k, d_o, beta, previous, first - 32, 32 - b * 16, high + 32, h,
-            kh, H, KH, D, SHIFT,
+            rings, stage_after(stage_after(stage)), q, k, d_o, beta, previous, first - 32, start, end, h, kh,
+            H, KH, D, SHIFT,
         )  # fmt: skip
         felt = s_felt.permute((1, 0)).load(COLUMN)
         z = gl.zeros([16, D], gl.float32, COLUMN)
-        at_rows = (first * H + h) * D + cv
         for t in gl.static_range(15, -1, -1):
             d_write = _row(fades, r, t) * _row(felt, r, t)
-            gl.store(d_u + at_rows + t * (H * D), d_write.to(dtype), mask=(cv >= 0) & (t < high))
-            d_value = _row(eta, r, t) * -d_write
+            do = gl.where(r == t, d_write[None, :], do)
+            d_value = in_turn(_row(eta, r, t) * -d_write)
             z = gl.where(r == t, d_value[None, :], z)
             pull = shelves[0].index(now * 32 + t).load(DOWN)[:, None]
             felt = gl.where(r < t, felt + pull * d_value[None, :], felt)
-        if b % 4 == 0:
+        if (b & 3) == 0:
             lowest = gl.minimum(lowest, passed)
-            at_chunk = (lead + b // 4).to(gl.int64) * H + h
+            at_chunk = (lead + (b >> 2)).to(gl.int64) * H + h
             gl.store(kept + at_chunk * D + cv, passed)
             gl.store(wild + at_chunk, forgets_much(passed, least, dtype).to(gl.int8))
         s_written.permute((1, 0)).store(z.to(dtype))
@@ -178,14 +181,15 @@ def backward_state(
         if PARTS == 2:
             S1 = warpgroup_mma(s_written, keys[1].index(2 * stage), S1, is_async=True)
             S1 = warpgroup_mma(s_reads, keys[1].index(2 * stage + 1), S1, is_async=True)
+        store_columns(d_u, do, first, high, h, H, D)
         stage = stage_after(stage)
+        start, end = block_ends(16 - b * 16, high + 16)
         soon = tokens_of(
-            lam, energies, has_key, unmasked, previous, line + b * 16 - 16, first - 16, 16 - b * 16, high + 16, n, h,
-            H, SHIFT, True,
-        )  # fmt: skip
+            lam, energies, has_key, unmasked, previous, line + b * 16 - 16, first - 16, start, end, n, h, H, SHIFT, True
+        )
         prepare(
-            keys, stage, 1 - now, shelves, soon, energies, key0, previous, line + b * 16 - 16, first - 16,
-            16 - b * 16, high + 16, n, h, kh, eps, floor, H, KH, D, SHIFT, SCALED, DIRECT, BEFORE, True,
+            keys, stage, 1 - now, shelves, soon, energies, key0, previous, line + b * 16 - 16, first - 16, start, end,
+            n, h, kh, eps, floor, H, KH, D, SHIFT, SCALED, DIRECT, BEFORE, True,
         )  # fmt: skip
         if PARTS == 2:
             S0, S1 = warpgroup_mma_wait(0, deps=(S0, S1))

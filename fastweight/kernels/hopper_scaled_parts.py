@@ -21,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from fastweight.kernels.gates import load_head, step_sizes
 from fastweight.kernels.hopper_parts import HALF, LINE, SHARED
 from fastweight.kernels.hopper_solve_columns import (
+    ALONG,
     COLUMN,
     COPY_64_WIDE,
     COPY_128,
@@ -30,6 +31,7 @@ from fastweight.kernels.hopper_solve_columns import (
     ROWS,
     STAGES,
     UNDER,
+    _row,
 )
 from fastweight.kernels.tiles import has_pair, source_rows
 
@@ -46,6 +48,12 @@ PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0]))
 def reciprocal(x):
     """1 / x of normal numbers, to the last bits of float32."""
     return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def in_turn(x):
+    """x, made here: the compiler puts nothing that needs it first, and no loads of all that come later."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -105,6 +113,31 @@ def copy_columns(shared, pointer, first, low, high, h, H: gl.constexpr, D: gl.co
     col = gl.arange(0, D, gl.SliceLayout(0, L))[None, :]
     at = rows_of(pointer, first, h, H, D, 0, D, L)
     async_copy.async_copy_global_to_shared(shared, at, mask=(i >= low) & (i < high) & (col >= 0))
+
+
+@gluon.jit
+def landed():
+    """Waits for the copies; products of the matrix units see them behind the next fence and barrier."""
+    async_copy.commit_group()
+    async_copy.wait_group(0)
+    gl.thread_barrier()
+
+
+@gluon.jit
+def store_columns(pointer, tile, first, high, h, H: gl.constexpr, D: gl.constexpr):
+    """Writes 16 rows of one head, a column a thread."""
+    r = gl.arange(0, 16, DOWN)[:, None]
+    col = gl.arange(0, D, ALONG)
+    at = pointer + (first * H + h) * D + col
+    for t in gl.static_range(16):
+        gl.store(at + t * (H * D), _row(tile, r, t).to(pointer.dtype.element_ty), mask=(col >= 0) & (t < high))
+
+
+@gluon.jit
+def block_ends(low, high):
+    """The rows where a sequence begins and ends, for a block that may lie before it; the compiler sees that no row that
+    counts lies before the first."""
+    return gl.minimum(low, 0), gl.where(low > 0, 0, high)
 
 
 @gluon.jit
