@@ -73,7 +73,9 @@ def _ones(KIND: gl.constexpr, dtype: gl.constexpr, L: gl.constexpr):
 def _power(x, QUICK: gl.constexpr):
     """2^x, with QUICK of what is no smaller than the normal numbers."""
     if QUICK:
-        return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1)
+        return gl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1
+        )
     else:
         return gl.exp2(x)
 
@@ -135,6 +137,36 @@ def _store_rows(pointer, tile, first, i, h, start, keep, H: gl.constexpr, W: gl.
 
 
 @gluon.jit
+def _store_keys(
+    d_k, d_key0, d_x, previous, source, pair, keep, first, i, low, high, n, h, start: gl.constexpr,
+    H: gl.constexpr, D: gl.constexpr, SHIFT: gl.constexpr,
+):  # fmt: skip
+    """Writes 64 columns of the gradient of paired rows to the tokens they came from."""
+    if previous is None:
+        _store_rows(d_k, d_x, first - SHIFT, i, h, start, keep, H, D, HALF)
+        if SHIFT:  # a sequence's last token is paired with none
+            if high <= 64:
+                _store_rows(d_k, gl.zeros_like(d_x), first, i, h, start, i == high - 1, H, D, HALF)
+    else:
+        _store_rows(d_k, d_x, first, source.to(gl.int64), h, start, keep, H, D, HALF)
+    if d_key0 is not None:
+        _store_rows(d_key0, d_x, n.to(gl.int64), i * 0, h, start, pair & (source < low), H, D, HALF)
+
+
+@gluon.jit
+def _of_states(s_in, s_states, PARTS: gl.constexpr, L: gl.constexpr):
+    """Begins what the state answers to queries and keys, and its gradient to keys."""
+    reads = _fresh(s_in.index(nil()), s_states.index(nil()), L)
+    misses = _fresh(s_in.index(nil() + PARTS), s_states.index(nil()), L)
+    behind = _fresh(s_in.index(nil() + PARTS), s_states.index(nil() + PARTS), L)
+    if PARTS == 2:
+        reads = warpgroup_mma(s_in.index(nil() + 1), s_states.index(nil() + 1), reads, is_async=True)
+        misses = warpgroup_mma(s_in.index(nil() + 3), s_states.index(nil() + 1), misses, is_async=True)
+        behind = warpgroup_mma(s_in.index(nil() + 3), s_states.index(nil() + 3), behind, is_async=True)
+    return reads, misses, behind
+
+
+@gluon.jit
 def _of_keys(s_r, s_w, s_end, s_in, s_scores, s_states, part: gl.constexpr, PARTS: gl.constexpr):
     """Begins the gradients of 64 columns of q and x."""
     x = s_in.index(nil() + PARTS + part)
@@ -165,6 +197,7 @@ def backward_token(
     LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=WIDE, k_width=2)
     FEW: gl.constexpr = 2048 // D  # rows among which each thread has every one that is so many further
     PARTS: gl.constexpr = D // 64
+    EARLY: gl.constexpr = QUICK and PARTS == 2  # products go on while threads scale the operands of others
     along: gl.constexpr = gl.SliceLayout(0, WIDE)
     h = gl.program_id(0) % H
     chunk = gl.program_id(0) // H
@@ -264,6 +297,10 @@ def backward_token(
         gram = warpgroup_mma(s_in.index(nil() + 3), last, gram, is_async=True)
     g, p, gram = warpgroup_mma_wait(0, deps=(g, p, gram))
     gl.thread_barrier()
+    if QUICK:
+        mbarrier.wait(landed, 0)
+    if EARLY:
+        reads, misses, behind = _of_states(s_in, s_states, PARTS, WIDE)
     later = _later(SQUARE)
     s_scores.index(0).store(gl.where(later > 0 if BEFORE else later >= 0, p, 0.0).to(dtype))
     s_scores.index(1).store(gl.where(later > 0, gram, 0.0).to(dtype))
@@ -275,8 +312,6 @@ def backward_token(
     gl.store(d_v + base + at, d_y.to(d_v.dtype.element_ty), mask=live[:, None])
     back = _power(-gl.maximum(g, LEAST), QUICK)
     s_m.store((eta * s_left.load(WIDE).to(gl.float32) * back).to(dtype))
-    if QUICK:
-        mbarrier.wait(landed, 0)
     few = gl.sum(gl.reshape(gl.zeros([64, D], gl.float32, TILE), [64 // FEW, FEW, D]), axis=0)
     for part in gl.static_range(PARTS):
         both = s_states.index(part).load(TILE).to(gl.float32) * s_states.index(PARTS + part).load(TILE).to(gl.float32)
@@ -292,13 +327,8 @@ def backward_token(
     s_few.index(0).store(few.to(gl.bfloat16))
     _shown()
 
-    reads = _fresh(s_in.index(nil()), s_states.index(nil()), WIDE)
-    misses = _fresh(s_in.index(nil() + PARTS), s_states.index(nil()), WIDE)
-    behind = _fresh(s_in.index(nil() + PARTS), s_states.index(nil() + PARTS), WIDE)
-    if PARTS == 2:
-        reads = warpgroup_mma(s_in.index(nil() + 1), s_states.index(nil() + 1), reads, is_async=True)
-        misses = warpgroup_mma(s_in.index(nil() + 3), s_states.index(nil() + 1), misses, is_async=True)
-        behind = warpgroup_mma(s_in.index(nil() + 3), s_states.index(nil() + 3), behind, is_async=True)
+    if not EARLY:
+        reads, misses, behind = _of_states(s_in, s_states, PARTS, WIDE)
     reads = warpgroup_mma(s_scores.index(nil()), s_m, reads, is_async=True)
     misses = warpgroup_mma(s_scores.index(nil() + 1), s_m, misses, is_async=True)
     inner = _fresh(s_scores.index(nil()).permute((1, 0)), s_r, WIDE)
@@ -420,22 +450,34 @@ def backward_token(
     s_stage._keep_alive()
     s_scores._keep_alive()
     s_states._keep_alive()
+    if QUICK:  # All of them through shared memory at once, which no product reads any more.
+        at_q = s_r._reinterpret(dtype, [PARTS, 64, 64], SHARED)
+        at_x = s_w._reinterpret(dtype, [PARTS, 64, 64], SHARED)
+        gl.thread_barrier()
     for part in gl.static_range(PARTS):
         d_x = d_x0
         d_q_part = d_q0
         if part == 1:
             d_x = d_x1
             d_q_part = d_q1
-        _store_rows(d_q, d_q_part, first, i, h, part * 64, i < high, H, D, HALF)
+        if QUICK:
+            at_q.index(part).store(d_q_part.to(dtype))
+        else:
+            _store_rows(d_q, d_q_part, first, i, h, part * 64, i < high, H, D, HALF)
         if not DIRECT or SCALED:
             d_x += 2 * share[:, None] * s_in.index(PARTS + part).load(SQUARE).to(gl.float32)
-        if previous is None:
-            _store_rows(d_k, d_x, first - SHIFT, i, h, part * 64, keep, H, D, HALF)
-            if SHIFT:  # a sequence's last token is paired with none
-                if high <= 64:
-                    _store_rows(d_k, gl.zeros_like(d_x), first, i, h, part * 64, i == high - 1, H, D, HALF)
+        if QUICK:
+            at_x.index(part).store(d_x.to(dtype))
         else:
-            _store_rows(d_k, d_x, first, source.to(gl.int64), h, part * 64, keep, H, D, HALF)
-        if d_key0 is not None:
-            _store_rows(d_key0, d_x, n.to(gl.int64), i * 0, h, part * 64, pair & (source < low), H, D, HALF)
+            _store_keys(
+                d_k, d_key0, d_x, previous, source, pair, keep, first, i, low, high, n, h, part * 64, H, D, SHIFT
+            )  # fmt: skip
+    if QUICK:
+        gl.thread_barrier()
+        for part in gl.static_range(PARTS):
+            _store_rows(d_q, at_q.index(part).load(HALF), first, i, h, part * 64, i < high, H, D, HALF)
+            d_x = at_x.index(part).load(HALF)
+            _store_keys(
+                d_k, d_key0, d_x, previous, source, pair, keep, first, i, low, high, n, h, part * 64, H, D, SHIFT
+            )  # fmt: skip
     landed._keep_alive()
