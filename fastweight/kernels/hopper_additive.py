@@ -99,6 +99,18 @@ def _weigh(p, rates, lately, at, WINDOW: gl.constexpr, BEFORE: gl.constexpr, lay
 
 
 @gluon.jit
+def at_rest(S, UNDER_WAY: gl.constexpr, TOLD: gl.constexpr):
+    """S, which none of the products under way makes; ptxas knows that if TOLD, or else waits for all of them here.
+
+    It forgets at the beginning of a loop's turn that S was waited for. The wait that reminds it waits for nothing.
+    """
+    if TOLD:
+        return warpgroup_mma_wait(UNDER_WAY, deps=[S])
+    else:
+        return S
+
+
+@gluon.jit
 def _read(S, qt, none):
     """Begins S~ Q^T; S in 16 bits as products take it."""
     low = gl.convert_layout(S.to(qt.dtype), LEFT)
@@ -118,7 +130,7 @@ def forward(
     k_desc, q_desc, v_desc, o, states_desc, weight, decay, sums, state0, state1,
     length, chunks, tokens, segments, per_segment,
     H: gl.constexpr, KH: gl.constexpr, K: gl.constexpr, V: gl.constexpr, WINDOW: gl.constexpr, SHIFT: gl.constexpr,
-    BEFORE: gl.constexpr, STAGES: gl.constexpr,
+    BEFORE: gl.constexpr, TOLD: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """One segment of one head, 64 value columns: the final state, and where given o and chunk states.
 
@@ -184,6 +196,7 @@ def forward(
             mbarrier.wait(bars[2].index(s), phase)
             p = warpgroup_mma(qt, x.permute((1, 0)), none, use_acc=False, is_async=True)
             if WINDOW == 1:
+                S = at_rest(S, 1, TOLD)
                 low_S, read = _read(S, qt, none)
         # Behind this barrier every warp is done with the chunk before.
         tma.store_wait(0)
@@ -195,6 +208,7 @@ def forward(
         mbarrier.wait(bars[1].index(s), phase)
         if READS:
             if WINDOW == 1:
+                S = at_rest(S, 2, TOLD)
                 low_y, S = _write(S * carry, x, y, rates, c & 1)
                 p = warpgroup_mma_wait(2, deps=[p])
                 scores.store(weigh(p, rates, c & 1, BEFORE, ACC).to(dtype))

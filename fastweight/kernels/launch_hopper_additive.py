@@ -59,7 +59,7 @@ def forward(
         hopper_additive.forward, (_programs(given, _pieces(walk, o is not None)),),
         tiles(given.k, K), tiles(given.q, K), tiles(given.v, 64), out, None if states is None else blocks(states, K),
         weight, decay, sums if plan.window > 1 else None, None if state0 is None else state0.contiguous(), state1,
-        *walk.arguments[2:], SHIFT=int(plan.shift), STAGES=STAGES, **_options(plan, given),
+        *walk.arguments[2:], SHIFT=int(plan.shift), TOLD=unproven.asked_for(), STAGES=STAGES, **_options(plan, given),
     )  # fmt: skip
 
 
