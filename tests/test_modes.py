@@ -1,4 +1,4 @@
-"""The modes of torch around a call: the meta device, fake tensors, the transforms of torch.func, torch.load.
+"""The modes of torch around a call: the meta device, fake tensors, torch.func, torch.load, devices without float64.
 
 A call that has no values to give still gives shapes, at every rule and in backward; a transform gives what autograd
 gives, or a ValueError that says what to ask for.
@@ -10,9 +10,12 @@ import pytest
 import torch
 from conftest import assert_close
 from inputs import attend, draw, leaves
+from longhand import longhand
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastweight as fw
+from fastweight.memory import modes
 
 RULES = sorted(fw.RULES)
 SHAPE = {"B": 2, "T": 20, "H": 2, "K": 4, "V": 3}
@@ -109,3 +112,30 @@ def test_a_layer_is_differentiated_twice_and_per_sample():
         for (name, gradient), wanted in zip(per_sample.items(), expected, strict=True):
             assert_close(gradient[row], wanted, torch.float64, "gradient", name)
     assert torch.autograd.gradgradcheck(lambda x: layer(x[:1])[0], (x,))
+
+
+class WithoutDouble(TorchDispatchMode):
+    """A device on which nothing can be float64."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for part in torch.utils._pytree.tree_leaves(result):
+            assert not (isinstance(part, torch.Tensor) and part.dtype == torch.float64), f"{func} made float64"
+        return result
+
+
+@pytest.mark.parametrize("form", ["recurrent", "masked", "chunk"])
+@pytest.mark.parametrize("rule", RULES)
+def test_a_device_without_float64_computes_in_float32(rule, form, monkeypatch):
+    monkeypatch.setattr(modes, "WITHOUT_DOUBLE", ("cpu",))
+    tokens = [t.requires_grad_() for t in given(rule)]
+    with WithoutDouble():
+        o, state = fw.fast_weight_attention(*tokens, rule, form=form, output_final_state=True)
+        gradients = torch.autograd.grad(o.square().sum() + state.S.square().sum(), tokens)
+    doubles = [t.detach().double().requires_grad_() for t in tokens]
+    expected = longhand(*doubles, fw.RULES[rule])
+    wanted = torch.autograd.grad(expected.o.square().sum() + expected.S.square().sum(), doubles)
+    assert_close(o, expected.o, torch.float32)
+    assert_close(state.S, expected.S, torch.float32, "state")
+    for name, gradient, other in zip(NAMES, gradients, wanted, strict=True):
+        assert_close(gradient, other, torch.float32, "gradient", name)

@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fastweight.memory.modes import may_look
+from fastweight.memory.modes import doubled, may_look
 
 _WEAK = 16.0  # up to this |u| a float32 difference is good to 1e-6 relative
 
@@ -44,7 +44,7 @@ class Decay(NamedTuple):
 
 def decays(log_decay: Float[Tensor, "M C"], read_before: bool, residual_before: bool | None) -> Decay:
     """All factors of a chunk; residual_before None leaves out what only regression rules need."""
-    u = log_decay.double().cumsum(dim=-1)
+    u = doubled(log_decay).cumsum(dim=-1)
     dtype = log_decay.dtype
     until = u.exp().to(dtype)
     before = torch.cat((torch.ones_like(until[:, :1]), until[:, :-1]), dim=-1)

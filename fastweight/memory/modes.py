@@ -1,4 +1,5 @@
-"""The modes of torch that a call may be made in: autocast, tracing without values, the transforms of torch.func.
+"""The modes of torch that a call may be made in: autocast, tracing without values, the transforms of torch.func, and
+devices without float64.
 
 Each is asked about in one place, here. Traps: the meta device has no autocast, and asking it raises; a fake tensor says
 that it lies on a CPU and still has no values; torch.func takes a hand-written backward for an error of its own.
@@ -9,6 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+WITHOUT_DOUBLE = ("mps",)
+
+
+def doubled(tensor: Tensor) -> Tensor:
+    """In float64, or in float32 on a device that has none: strong decay keeps fewer of its digits there."""
+    return tensor.float() if tensor.device.type in WITHOUT_DOUBLE else tensor.double()
 
 
 def without_autocast(device: str) -> contextlib.AbstractContextManager[Any]:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from fastweight.memory.backward import exact_backward
 from fastweight.memory.decay import Crossing, decays
+from fastweight.memory.modes import doubled
 from fastweight.memory.slabs import flat, slabs
 from fastweight.memory.triangular import unit_lower_inverse
 from fastweight.memory.window import Band
@@ -117,7 +118,7 @@ def _inverse(L: Float[Tensor, "M CR CR"]) -> Float[Tensor, "M CR CR"]:
     """(I + L)^-1; of a system larger than the default chunk's in float64, where the errors of long sums would show."""
     if L.shape[-1] <= LARGEST_PLAIN:
         return unit_lower_inverse(L)
-    return unit_lower_inverse(L.double()).to(L.dtype)
+    return unit_lower_inverse(doubled(L)).to(L.dtype)
 
 
 def _scan(X: Tensor, Y: Tensor, maps: _Maps, S: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:

@@ -23,6 +23,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from fastweight.memory.eigen import top_eigenvalue, triangle
+from fastweight.memory.modes import doubled
 from fastweight.memory.rules import Rule
 from fastweight.memory.state import State
 
@@ -162,15 +163,15 @@ def step_and_decay(
 
         eta = beta / (E + lambda + eps)    alpha = min(eta lambda, 1 - decay_floor)    log_decay = log1p(-alpha)
 
-    In float64 whatever the inputs: near the floor 1 - alpha keeps few of the digits of a float32 alpha.
+    In float64 (`doubled`) whatever the inputs: near the floor 1 - alpha keeps few of the digits of a float32 alpha.
     """
     groups, dtype = value_shape[2] // pairs.x.shape[2], pairs.x.dtype
-    beta = (pairs.y.new_ones(value_shape[:3]) if beta is None else beta).double()
+    beta = doubled(pairs.y.new_ones(value_shape[:3]) if beta is None else beta)
     energy = None
     if rule.step == "normalized" or (rule.ridge == "scaled" and lam is not None):
-        energy = statistic(pairs, rule).double().repeat_interleave(groups, dim=2)  # [B, T, H]
+        energy = doubled(statistic(pairs, rule)).repeat_interleave(groups, dim=2)  # [B, T, H]
     if lam is not None:
-        lam = lam.double()
+        lam = doubled(lam)
         if rule.ridge == "scaled" and energy is not None:
             # For a window the ridge follows the statistic without steering it (section 4).
             lam = lam * (energy.detach() if rule.window > 1 else energy)
