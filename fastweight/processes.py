@@ -1,9 +1,15 @@
-"""Workers that do not outlive the process that started them, however it ends."""
+"""Workers that do not outlive the process that started them, however it ends, and how many there is room for."""
 
 import multiprocessing
 import os
 import threading
 from multiprocessing.connection import wait
+
+
+def num_cores() -> int:
+    """Cores that this process may use; all of them where the system cannot tell (macOS, Windows)."""
+    mine = getattr(os, "sched_getaffinity", None)
+    return len(mine(0)) if mine is not None else os.cpu_count() or 1
 
 
 def end_with_parent() -> None:

@@ -1,6 +1,5 @@
 """Data: text from files or the hub into token shards for training."""
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -9,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fastweight.cli.shared import app, console
+from fastweight.processes import num_cores
 
 if TYPE_CHECKING:
     from fastweight.data.prepare import Status
@@ -62,7 +62,7 @@ def prepare(
                 out,
                 tokenizer=tokenizer,
                 options=options,
-                workers=len(os.sched_getaffinity(0)) if workers is None else workers,
+                workers=num_cores() if workers is None else workers,
                 say=told.print,
                 progress=bar.update,
             )

@@ -1,6 +1,5 @@
 """Studies: several models and seeds of one recipe, side by side, into one report; and training one drawn task."""
 
-import os
 import shlex
 import signal
 import sys
@@ -25,6 +24,7 @@ from fastweight.cli.shared import (
     train_and_tell,
     train_app,
 )
+from fastweight.processes import num_cores
 
 
 @train_app.command("task", epilog="Example: fastweight train task --recipe mqar-tiny --mixer falcon-1")
@@ -129,7 +129,7 @@ def study(
     jobs = [Job(*one, Scoring(generate, texts=dict(named))) for one in zip(plans, places, strict=True)]
     made = [add_known(job.study, job.out, known or [], say, job.scoring, must=len(jobs) == 1) for job in jobs]
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as an interruption: what is done is reported
-    done = run_studies(jobs, workers=workers or os.cpu_count() or 1, budget=budget, say=say)
+    done = run_studies(jobs, workers=workers or num_cores(), budget=budget, say=say)
     for job, known_by, outcomes in zip(jobs, made, done, strict=True):
         here = [] if known_by and budget == 0 else [made_by(_command(), on_cpu(job.study))]
         if not outcomes:
