@@ -129,3 +129,23 @@ def finish(
         H=H, KH=given.q.shape[2], D=D, WINDOW=block.window, PART=block.part, SHIFT=int(plan.shift), BEFORE=plan.before,
         num_warps=4,
     )  # fmt: skip
+
+
+def inside(
+    plan: Plan, given: Inputs, where: Geometry, block: Block, turn: Turn, measured: Measured,
+    of_rows: tuple[Tensor, ...], found: tuple[Tensor, Tensor], out: Gradients,
+) -> None:  # fmt: skip
+    """Fills the gradients of beta and lam of a turn's blocks, of 64 slots each, and the parts' own shares of `found`.
+
+    of_rows: B, H, M, dO . reads, and what passes parts (windows_gradient.py); found: dG and d(Q X^T).
+    """
+    from fastweight.kernels import hopper_windows_inside
+
+    H = given.v.shape[2]
+    measures = measured.gram, measured.reads, measured.weight, measured.decay, measured.facts
+    start(
+        hopper_windows_inside.inside, (turn.blocks * H * block.parts,),
+        given.beta, given.lam, *measures, *of_rows, *found, out.beta, out.lam, turn.first, *tables(where),
+        float(plan.eps), float(plan.floor), H=H, WINDOW=block.window, PART=block.part, SHIFT=int(plan.shift),
+        SCALED=plan.scaled, DIRECT=plan.direct, BEFORE=plan.before, num_warps=4, maxnreg=128,
+    )  # fmt: skip

@@ -298,6 +298,14 @@ def _rest(plan, given, where, block, known: tuple[Tensor, ...], d_o, states, out
             found.decay, states, out.states, maps[0], maps[1], missed, wrote, begun, outer, lead, df, met, d_gram,
             d_reads, read, through, *place, WALKS=by_slot is None, **widths, **_sweep_tile(K, V, dtype)._asdict(),
         )  # fmt: skip
+        if by_slot and block.slots == 64:
+            of_rows = rows, rows_back, met, read, through
+            launch_hopper_windows.inside(plan, given, where, block, turn, found, of_rows, (d_gram, d_reads), out)
+            by_tokens = wrote, df, d_gram, d_reads
+            launch_hopper_windows.finish(
+                plan, given, where, block, turn, d_o, found.decay, states, out, by_tokens, shared
+            )
+            continue
         start(
             windows_gradient.inside, (turn.blocks * block.parts, H),
             given.beta, given.lam, given.has_key, given.unmasked, found.gram, found.reads, found.weight, found.decay,
@@ -305,12 +313,6 @@ def _rest(plan, given, where, block, known: tuple[Tensor, ...], d_o, states, out
             float(plan.eps), float(plan.floor), ROWS=ROWS, SLOTS=block.slots, SHIFT=int(plan.shift),
             SCALED=plan.scaled, DIRECT=plan.direct, DOT=exact, **common, num_warps=2,
         )  # fmt: skip
-        if by_slot and block.slots == 64:
-            found_here = wrote, df, d_gram, d_reads
-            launch_hopper_windows.finish(
-                plan, given, where, block, turn, d_o, found.decay, states, out, found_here, shared
-            )
-            continue
         start(
             windows_finish.finish, (turn.blocks, H),
             given.q, given.k, d_o, given.key0, given.has_key, given.unmasked, found.decay, states, out.states,
