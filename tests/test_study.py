@@ -97,6 +97,7 @@ def scored(name, scoring):
         (lambda: Study("a", "b", "parity-tiny", ARMS, "mamba2", scored="x"), "study.scored: got 'x'"),
         (lambda: run_study(load_study("mqar", ["model.x.y"]), Path("nowhere"), workers=1), "KEY=VALUE"),
         (lambda: run_study(load_study("mqar"), Path("nowhere"), workers=0), "workers"),
+        (lambda: run_study(load_study("lm-small"), Path("nowhere"), workers=1), "data: got none for a study on text"),
         (lambda: scored("mqar", Scoring(generate=True)), "generate: got a study of the task mqar"),
         (lambda: scored("addition", Scoring(texts={"page": "x"})), "texts: got a study of the task addition"),
         (lambda: scored("lm-small", Scoring(texts={"validation": "x"})), "texts: got the name validation"),

@@ -84,6 +84,8 @@ def run_studies(
     pieces = [same[0] for same in places.values() if not (same[0][1] / OUTCOME).is_file()]
     start = time.monotonic()
     if pieces and (budget is None or budget > 0):
+        if any(isinstance(run.task, TextTask) and run.task.data is None for run, *_ in pieces):
+            raise ValueError("data: got none for a study on text, expected a directory that `fastweight prepare` wrote")
         names = ", ".join(job.study.name for job in jobs)
         say(f"{names}: {len(pieces)} of {len(places)} to train, {workers} at a time")
         gpus = [NO_GPU] if all(on_cpu(job.study) for job in jobs) else visible_gpus()
