@@ -1,6 +1,6 @@
 """Regression over a window on Hopper: what windows_finish.py computes, in tiles of 64 slots that lie in shared memory.
 
-For what the walks of hopper_windows.py keep, in bfloat16, and windows whose blocks have four parts. A program makes 64
+For what the walks of hopper_windows.py keep, in bfloat16, in blocks of four parts. A program makes 64
 columns of the gradients of queries and of keys of one block of one head. Everything is by slot, row 16 b + u: pair u of
 part b, and token u of part b where rows are tokens; with z and df of slots, S and dS of the block, carries between,
 
@@ -130,7 +130,7 @@ def finish(
     # Rows of pairs that the part before holds too.
     r = gl.arange(0, 64, gl.SliceLayout(1, LEFT))[:, None] + nil()
     c = gl.arange(0, 64, gl.SliceLayout(0, LEFT))[None, :]
-    early = gl.where((c == r + (PART - 16)) & (r % 16 < 16 - PART), 1.0, 0.0).to(dtype)
+    early = gl.where((c == r + (PART - 16)) & (r % 16 < HALO), 1.0, 0.0).to(dtype)
     view = _stage(s_f, d_x)
     d_x = warpgroup_mma(early, view, d_x, is_async=True)
     r = rows(HALF)
@@ -138,7 +138,7 @@ def finish(
     _store_rows(d_q, _stage(s_do, d_read), first, t, h, start, (r % 16 < PART) & (t < high), H, D)
     d_x = warpgroup_mma_wait(0, deps=(d_x,))
     i = t - HALO
-    mine = (i >= 0) & (i < high) & ((r % 16 < PART) | (r >= 48))
+    mine = (i >= 0) & (i < TOKENS) & (i < high) & ((r % 16 < PART) | (r >= 48))
     _store_rows(d_k, _stage(s_z, d_x), first - SHIFT, i, h, start, mine & (i >= low + SHIFT), H, D)
     if SHIFT:  # a sequence's last token is paired with none
         col = start + gl.arange(0, 64, gl.SliceLayout(0, HALF))

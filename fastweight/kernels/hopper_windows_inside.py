@@ -1,6 +1,6 @@
 """Regression over a window on Hopper: what `inside` of windows_gradient.py computes, by products alone.
 
-For windows whose blocks have 64 slots. A program takes one part of a block of one head. Row (t, a) is pair t + a in the
+For blocks of four parts. A program takes one part of a block of one head. Row (t, a) is pair t + a in the
 window of token t, 64 of them; sums over rows are products: of what is by row with a matrix that says which pair, which
 token or which later tokens a row counts for. With L = H M by row,
 

@@ -18,6 +18,7 @@ from fastweight.kernels.start import start
 
 DTYPES = (torch.bfloat16,)  # float16 has no range for maps, and float32 no matrix units
 UNIT = HELD * SIDES  # numbers of one map of a part
+PARTS = 4  # of a block, which so has 64 slots
 
 
 def fits(k: Tensor, v: Tensor, key0: Tensor | None, mask: Tensor | None, rebuild: bool) -> bool:
@@ -119,7 +120,7 @@ def finish(
     plan: Plan, given: Inputs, where: Geometry, block: Block, turn: Turn, d_o: Tensor, decay: Tensor, states: Tensor,
     out: Gradients, found: tuple[Tensor, ...], shared: Tensor,
 ) -> None:  # fmt: skip
-    """Fills the gradients of queries and keys of the blocks of a turn, of 64 slots each; found: Z, dF, dG, d(Q X^T)."""
+    """Fills the gradients of queries and keys of the blocks of a turn; found: Z, dF, dG, d(Q X^T)."""
     from fastweight.kernels import hopper_windows_finish
 
     H, D = given.v.shape[2:]
@@ -135,7 +136,7 @@ def inside(
     plan: Plan, given: Inputs, where: Geometry, block: Block, turn: Turn, measured: Measured,
     of_rows: tuple[Tensor, ...], found: tuple[Tensor, Tensor], out: Gradients,
 ) -> None:  # fmt: skip
-    """Fills the gradients of beta and lam of a turn's blocks, of 64 slots each, and the parts' own shares of `found`.
+    """Fills the gradients of beta and lam of a turn's blocks, and the parts' own shares of `found`.
 
     of_rows: B, H, M, dO . reads, and what passes parts (windows_gradient.py); found: dG and d(Q X^T).
     """

@@ -45,9 +45,10 @@ class Block:
     parts: int
 
     @classmethod
-    def of(cls, window: int) -> "Block":
+    def of(cls, window: int, parts: int = PAIRS) -> "Block":
+        """Of as many parts as pairs allow, or `parts` of them."""
         part = min(HELD + 1 - window, ROWS // window)
-        return cls(window, part, (PAIRS + 1 - window) // part)
+        return cls(window, part, min(parts, (PAIRS + 1 - window) // part))
 
     @property
     def tokens(self) -> int:
@@ -60,6 +61,14 @@ class Block:
     @property
     def flags(self) -> dict[str, int]:
         return {"WINDOW": self.window, "TOKENS": self.tokens, "PAIRS": PAIRS}
+
+
+def block_of(k: Tensor, v: Tensor, key0: Tensor | None, mask: Tensor | None, rebuild: bool, window: int) -> Block:
+    """The blocks of a call."""
+    from fastweight.kernels import launch_hopper_windows
+
+    fast = launch_hopper_windows.fits(k, v, key0, mask, rebuild)
+    return Block.of(window, launch_hopper_windows.PARTS if fast else PAIRS)
 
 
 class Turn(NamedTuple):
@@ -132,7 +141,7 @@ def empty_maps(
     from fastweight.kernels import launch_hopper_windows
 
     if launch_hopper_windows.fits(k, v, key0, mask, rebuild):
-        return launch_hopper_windows.empty(v, blocks, Block.of(window), save)
+        return launch_hopper_windows.empty(v, blocks, block_of(k, v, key0, mask, rebuild, window), save)
     return v.new_empty(2, blocks, v.shape[2], PAIRS, 2 * PAIRS, dtype=_low(v.dtype))
 
 
@@ -198,7 +207,7 @@ def forward(plan, q, k, v, beta, lam, state0, key0, has_key, mask, cu_seqlens, s
 
     given = Inputs.of(plan, q, k, v, beta, lam, key0, has_key, mask)
     (B, T, H, V), K = v.shape, q.shape[3]
-    block = Block.of(plan.window)
+    block = block_of(k, v, key0, mask, plan.rebuild, plan.window)
     where = Geometry.of(B, T, cu_seqlens, block.tokens)
     o = torch.empty_like(given.v)
     state1 = torch.empty(where.sequences, H, K, V, dtype=torch.float32, device=v.device)
@@ -224,7 +233,7 @@ def backward(plan, d_o, d_state1, q, k, v, beta, lam, key0, has_key, mask, cu_se
     *known, maps, states = saved
     given = Inputs.of(plan, q, k, v, beta, lam, key0, has_key, mask)
     (B, T, H, V), K = v.shape, q.shape[3]
-    block = Block.of(plan.window)
+    block = block_of(k, v, key0, mask, plan.rebuild, plan.window)
     where = Geometry.of(B, T, cu_seqlens, block.tokens)
     d_o = d_o.contiguous()
     decay = known[1]
@@ -298,7 +307,7 @@ def _rest(plan, given, where, block, known: tuple[Tensor, ...], d_o, states, out
             found.decay, states, out.states, maps[0], maps[1], missed, wrote, begun, outer, lead, df, met, d_gram,
             d_reads, read, through, *place, WALKS=by_slot is None, **widths, **_sweep_tile(K, V, dtype)._asdict(),
         )  # fmt: skip
-        if by_slot and block.slots == 64:
+        if by_slot:
             of_rows = rows, rows_back, met, read, through
             launch_hopper_windows.inside(plan, given, where, block, turn, found, of_rows, (d_gram, d_reads), out)
             by_tokens = wrote, df, d_gram, d_reads

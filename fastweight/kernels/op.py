@@ -74,7 +74,7 @@ def _(q, k, v, beta, lam, state0, key0, has_key, mask, cu_seqlens, *flags):
     window, regression, rebuild, save = flags[-4:]
     N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
     slid = regression and window > 1
-    stride = launch_windows.Block.of(window).tokens if slid else 65 - window
+    stride = launch_windows.block_of(k, v, key0, mask, rebuild, window).tokens if slid else 65 - window
     slots = B * ((T + stride - 1) // stride) if cu_seqlens is None else T // stride + N
     wide = torch.float32
     column = _by_column(beta)
