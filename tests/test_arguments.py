@@ -135,6 +135,18 @@ def test_as_many_states_as_sequences():
                 )  # fmt: skip
 
 
+def test_flags_and_counts_of_a_state_keep_their_dtypes():
+    state = fw.State.zeros("falcon-3", 2, 4, 5, 3, num_key_heads=2)
+    for name, wrong in (("has_key", state.has_key.float()), ("tail_count", state.tail_count.half())):
+        refuse(name, "falcon-3", {"initial_state": state._replace(**{name: wrong})})
+
+
+def test_a_rule_of_another_kind():
+    for rule in (["falcon-1"], None, 1, "falcon1"):
+        with pytest.raises(ValueError, match="rule: got .*, expected a fastweight Rule or one of"):
+            fw.State.zeros(rule, 1, 1, 1, 1)
+
+
 def test_step_and_relatives_name_their_arguments():
     a = arguments()
     q, k, v, beta, lam = (a[n] for n in ("q", "k", "v", "beta", "lam"))

@@ -295,6 +295,9 @@ def test_wrong_inputs_are_named():
     ]:
         with pytest.raises(ValueError, match=message):
             layer(x, **arguments)
+    for wrong in (x[0], x[..., :5], x[None]):
+        with pytest.raises(ValueError, match=r"hidden_states: got shape .*, expected \[batch, tokens, 8\]"):
+            layer(wrong)
 
 
 def test_options_reach_the_op():

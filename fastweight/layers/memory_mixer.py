@@ -167,6 +167,7 @@ class MemoryMixer(nn.Module):
         Raises:
             ValueError: for anything inconsistent, naming the argument.
         """
+        _check_hidden(hidden_states, self.hidden_size)
         mask = last_columns(mask, hidden_states)
         check_cu_seqlens(cu_seqlens, hidden_states)
         _check_state(state, len(hidden_states) if cu_seqlens is None else len(cu_seqlens) - 1)
@@ -226,6 +227,13 @@ def _check_state(state: LayerState | None, rows: int) -> None:
     if state is not None and (not isinstance(state, LayerState) or len(state.conv) != rows):
         got = f"{len(state.conv)} sequences" if isinstance(state, LayerState) else type(state).__name__
         raise ValueError(f"state: got {got}, expected a LayerState of {rows} sequences")
+
+
+def _check_hidden(hidden_states: Tensor, width: int) -> None:
+    """ValueError unless [B, T, width]: an unbatched sequence would be read as something else."""
+    if hidden_states.ndim != 3 or hidden_states.shape[2] != width:
+        got = f"shape {tuple(hidden_states.shape)}"
+        raise ValueError(f"hidden_states: got {got}, expected [batch, tokens, {width}]")
 
 
 def last_columns(mask: Bool[Tensor, "B S"] | None, hidden_states: Float[Tensor, "B T D"]) -> Bool[Tensor, "B T"] | None:

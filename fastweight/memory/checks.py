@@ -12,6 +12,7 @@ from fastweight.parallel.group import current
 
 FORMS = ("auto", "recurrent", "masked", "chunk")
 BACKENDS = ("auto", "torch", "triton")
+_KEPT = {"has_key": torch.bool, "tail_count": torch.int64}
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -121,3 +122,5 @@ def check_state(state: "State | Tensor | None", k: Tensor, v: Tensor, rule: Rule
             fail(label, f"device {part.device}", f"the device of v, {v.device}")
         if name in ("S", "z", "key", "tail_x", "tail_y") and part.dtype not in _FLOATS:
             fail(label, part.dtype, "a floating dtype")
+        if name in _KEPT and part.dtype != _KEPT[name]:
+            fail(label, part.dtype, f"{_KEPT[name]}: State.to casts a state and leaves what counts alone")

@@ -102,6 +102,6 @@ def rule_of(rule: "str | Rule") -> Rule:
     """A Rule from a name or a Rule; anything else raises ValueError."""
     if isinstance(rule, Rule):
         return rule
-    if rule not in RULES:
+    if not isinstance(rule, str) or rule not in RULES:
         raise ValueError(f"rule: got {rule!r}, expected a fastweight Rule or one of {', '.join(RULES)}")
     return RULES[rule]
