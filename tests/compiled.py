@@ -1,45 +1,45 @@
-"""A kernel and what it is launched with -> its code for Hopper, made on any machine, and what shows in it.
+"""Kernels compiled for Hopper where there is none: (a call) -> what Triton made of every kernel that it starts.
 
-Nothing is run: tensors say what they are, and may lie anywhere.
+`start` takes what kernels.start takes, compiles and runs nothing, so what a call gives is not to be looked at. It shows
+what the machine of tests/machine leaves to the compiler: instructions, registers, what the assembler adds.
 """
 
 import re
 from typing import Any
 
-import torch
-import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler.compiler import ASTSource
+from triton.compiler import ASTSource, compile, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
-from triton.runtime.jit import mangle_type
+from triton.runtime.jit import create_function_from_signature
 
-TARGET = GPUTarget("cuda", 90, 32)
+from tests.machine_code import disassemble
 
-
-def compiled(kernel: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    """What Triton compiles for kernel[grid](*arguments, **options) where memory is aligned to 16 bytes."""
-    known = dict(zip(kernel.arg_names, arguments, strict=False)) | options
-    signature, constants, attributes = {}, {}, {}
-    for at, parameter in enumerate(kernel.params):
-        value = known[parameter.name]
-        if parameter.is_constexpr or value is None:
-            signature[parameter.name], constants[(at,)] = "constexpr", value
-        else:
-            signature[parameter.name] = mangle_type(value)
-            if isinstance(value, torch.Tensor):
-                attributes[(at,)] = [["tt.divisibility", 16]]
-    source = GluonASTSource if kernel.is_gluon() else ASTSource
-    rest = {name: value for name, value in options.items() if name not in kernel.arg_names and value is not None}
-    return triton.compile(source(kernel, signature, constants, attributes), target=TARGET, options=rest)
+HOPPER = GPUTarget("cuda", 90, 32)
 
 
-def spills(sass: str) -> int:
-    """How many instructions move registers to and from memory."""
-    return len(re.findall(r"\b(?:STL|LDL)\b", sass))
+class Compiler:
+    """What was made, by module and name of the kernel, of those whose names match."""
+
+    def __init__(self, wanted: str = "") -> None:
+        self.wanted, self.made = wanted, {}
+
+    def start(self, kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+        name = f"{kernel.fn.__module__.rpartition('.')[2]}.{kernel.fn.__name__}"
+        if not re.search(self.wanted, name) or name in self.made:
+            return
+        backend: Any = make_backend(HOPPER)
+        known: Any = options | {"debug": False, "instrumentation_mode": ""}
+        bound, kinds, rest = create_function_from_signature(kernel.signature, kernel.params, backend)(
+            *arguments, **known
+        )
+        chosen, signature, constants, attributes = kernel._pack_args(backend, known, bound, kinds, rest)
+        source: Any = GluonASTSource if kernel.is_gluon() else ASTSource
+        source = source(kernel, signature, constants, attributes)
+        self.made[name] = compile(source, target=HOPPER, options=chosen.__dict__)
 
 
-def products_in_turn(sass: str) -> bool:
-    """Whether the assembler makes each product of the matrix units wait for the one before, which it does where it
-    finds other instructions in the way."""
-    begins, products = (len(re.findall(name, sass)) for name in (r"WARPGROUP\.ARRIVE", r"\bHGMMA\b"))
-    return begins >= products > 1
+def waits(compiled: Any) -> tuple[list[str], list[str]]:
+    """How many products may go on at each wait for some: as the kernel says, and as the assembler made it."""
+    said = re.findall(r"wgmma\.wait_group\S* (\d+)", compiled.asm["ptx"])
+    made = re.findall(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x(\w+)", disassemble(compiled.asm["cubin"]))
+    return said, made
