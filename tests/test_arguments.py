@@ -143,7 +143,7 @@ def test_flags_and_counts_of_a_state_keep_their_dtypes():
 
 def test_a_rule_of_another_kind():
     for rule in (["falcon-1"], None, 1, "falcon1"):
-        with pytest.raises(ValueError, match="rule: got .*, expected a fastweight Rule or one of"):
+        with pytest.raises(ValueError, match=r"rule: got .*, expected a fastweight Rule or one of"):
             fw.State.zeros(rule, 1, 1, 1, 1)
 
 

@@ -88,6 +88,15 @@ def test_compiled_code_keeps_packed_documents_apart():
         torch.compile(model, backend="eager", fullgraph=True)(ids, **packed)
 
 
+@torch.no_grad()
+def test_generates_through_a_forward_that_is_compiled_whole():
+    model, ids = build("falcon-1", num_hidden_layers=1), tokens(1, 9)
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 4, "do_sample": False}
+    expected = model.generate(ids, **options)
+    model.forward = torch.compile(model.forward, backend="eager", fullgraph=True)
+    assert torch.equal(model.generate(ids, cache_implementation="static", **options), expected)
+
+
 def test_exports():
     model, ids = build("falcon-1a", num_hidden_layers=1), tokens(2, 9)
     with torch.no_grad():

@@ -4,7 +4,8 @@ attention_mask comes 2-D in any dtype, as None, or as a dictionary by kind of la
 `cu_seqlens` or `cu_seq_lens_q`, or as positions that start again at 0. Traps: positions say something about documents
 only where nothing is padded and no cache is filled, because the positions of padded tokens are 0 as well. Reading them
 breaks the graph of compiled code (and is refused with fullgraph=True), so there a mask that is given counts as padding
-whatever it holds, and an exported graph never reads them.
+and a cache as filled, whatever they hold: that is generation, which is compiled whole. An exported graph never reads
+them.
 """
 
 from typing import Any
@@ -60,7 +61,8 @@ def document_bounds(
         raise ValueError(f"position_ids: got shape {tuple(position_ids.shape)}, expected [1 or batch, tokens]")
     # Not `has_values`: where this frame is not compiled and that one is, it would say no, and documents would mix.
     known = type(position_ids) is Tensor and position_ids.device.type != "meta"
-    if not known or (cache is not None and not cache.is_empty) or _may_be_padded(attention_mask):
+    goes_on = cache is not None and (torch.compiler.is_compiling() or not cache.is_empty)
+    if not known or goes_on or _may_be_padded(attention_mask):
         return None
     place = current()
     position_ids = position_ids if place is None else whole(place, position_ids)
