@@ -26,7 +26,7 @@ CASES = {
     "two pairs, own keys": case(
         "falcon-3", {"window": 2, "pairing": "same-step", "ridge": "scaled"}, shape=(2, 33, 1, 1, 64, 64)
     ),
-    "given steps": case("falcon-3", {"window": 3, "step": "direct"}, shape=(1, 20, 1, 1, 64, 64), zero_beta=True),
+    "given steps, grouped": case("falcon-3", {"window": 3, "step": "direct"}, shape=(1, 20, 1, 2, 64, 64), zero_beta=True),
     "strong decay, five pairs": case("falcon-3", {"window": 5}, shape=(1, 14, 1, 1, 64, 64), ridge=1e2, state=True),
 }  # fmt: skip
 
@@ -64,7 +64,7 @@ def walks(monkeypatch):
 @pytest.mark.parametrize("name", CASES)
 def test_interpreted_walks_equal_the_recurrence(name, walks):
     check(CASES[name], torch.float32, "cpu")
-    assert walks == ["forward", "backward_state", "inside", "finish"]
+    assert walks == ["forward", "backward_state", "between", "inside", "finish"]
 
 
 @interpreted
@@ -72,7 +72,7 @@ def test_interpreted_walks_in_turns(walks, monkeypatch):
     """What is made block by block, a block at a time; in bfloat16."""
     monkeypatch.setattr(launch_windows, "TURN", 1)
     check(CASES["two blocks, a state"], torch.bfloat16, "cpu")
-    assert walks == ["forward", "backward_state"] + ["inside", "finish"] * 2
+    assert walks == ["forward", "backward_state"] + ["between", "inside", "finish"] * 2
 
 
 @interpreted
@@ -105,7 +105,7 @@ def test_interpreted_walks_need_their_barriers(missing, walks, monkeypatch):
     else:
         monkeypatch.setitem(WORDS, missing, lambda: None)
     with pytest.raises(AssertionError):
-        check(CASES["given steps"], torch.float32, "cpu")
+        check(CASES["given steps, grouped"], torch.float32, "cpu")
     device_function.cache_clear()
 
 

@@ -33,7 +33,7 @@ FOLDS = gl.constexpr(4)  # parts of a block
 
 
 @gluon.jit
-def _copy_lines(shared, pointer, row, keep, W: gl.constexpr, L: gl.constexpr):
+def copy_lines(shared, pointer, row, keep, W: gl.constexpr, L: gl.constexpr):
     """Begins to copy rows of W numbers, or zeros."""
     at = row[:, None] * W + gl.arange(0, shared.shape[1], gl.SliceLayout(0, L))[None, :]
     async_copy.async_copy_global_to_shared(shared, pointer + at, mask=keep[:, None] & (at >= 0))
@@ -93,18 +93,18 @@ def finish(
     r = rows(WIDE)
     t = r // 16 * PART + r % 16
     copy_rows(s_do, d_o, first, t, h, 0, (r % 16 < PART) & (t < high), H, D, WIDE)
-    _copy_lines(s_state, states + kept * (D * D) + start * D, r, r >= 0, D, WIDE)
-    _copy_lines(s_f, df + number * (64 * D), r, r >= 0, D, WIDE)
-    _copy_lines(s_d_state, d_states + kept * (D * D) + start * D, r, r >= 0, D, WIDE)
-    _copy_lines(s_z, wrote + number * (64 * D), r, r >= 0, D, WIDE)
+    copy_lines(s_state, states + kept * (D * D) + start * D, r, r >= 0, D, WIDE)
+    copy_lines(s_f, df + number * (64 * D), r, r >= 0, D, WIDE)
+    copy_lines(s_d_state, d_states + kept * (D * D) + start * D, r, r >= 0, D, WIDE)
+    copy_lines(s_z, wrote + number * (64 * D), r, r >= 0, D, WIDE)
     r = rows(HALF)
     t = r // 16 * PART + r % 16
     own = (r % 16 < PART) & (t < high)
     copy_rows(s_q, q, first, t, kh, start, own, KH, D, HALF)
     i = t - HALO
     copy_rows(s_x, k, first - SHIFT, i, kh, start, (i >= low + SHIFT) & (i < high), KH, D, HALF)
-    _copy_lines(s_gram, d_gram + number * (64 * 64), r, r >= 0, 64, HALF)
-    _copy_lines(s_reads, d_reads + number * (64 * 64), t, own, 64, HALF)
+    copy_lines(s_gram, d_gram + number * (64 * 64), r, r >= 0, 64, HALF)
+    copy_lines(s_reads, d_reads + number * (64 * 64), t, own, 64, HALF)
     r = rows(ACC)
     line = decay + h.to(gl.int64) * tokens + first
     part = r // 16 * PART

@@ -13,7 +13,21 @@ from fastweight.kernels import unproven
 from fastweight.kernels.geometry import Geometry
 from fastweight.kernels.launch import Gradients, Inputs, Plan, tables
 from fastweight.kernels.launch_hopper import available
-from fastweight.kernels.launch_windows import HELD, SIDES, Block, Measured, Turn, make_parts, measure, turns_of
+from fastweight.kernels.launch_windows import (
+    HELD,
+    PAIRS,
+    ROWS,
+    SIDES,
+    Block,
+    Measured,
+    Turn,
+    add_shared,
+    make_parts,
+    make_rows,
+    measure,
+    shared_room,
+    turns_of,
+)
 from fastweight.kernels.start import start
 
 DTYPES = (torch.bfloat16,)  # float16 has no range for maps, and float32 no matrix units
@@ -100,53 +114,87 @@ def _plane(kept: Kept) -> tuple[Tensor, int]:
 
 
 def backward(
-    plan: Plan, given: Inputs, where: Geometry, block: Block, decay: Tensor, flat: Tensor, d_o: Tensor,
-    d_state1: Tensor | None, out: Gradients,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Fills the gradients of v, of the initial S and of blocks' last states; W, Z, dZ and dF by slot."""
+    plan: Plan, given: Inputs, where: Geometry, block: Block, known: tuple[Tensor, ...], flat: Tensor, states: Tensor,
+    d_o: Tensor, d_state1: Tensor | None, out: Gradients,
+) -> None:  # fmt: skip
+    """Fills all gradients; known: weights, log-decays and facts of tokens."""
     from fastweight.kernels import hopper_windows_backward
 
+    (_B, _T, H, D) = given.v.shape
     kept = Kept.of(flat, given.v, where.slots, block)
     assert kept.slots is not None, "a backward pass of what was not saved"
-    slots = torch.empty_like(kept.slots)
+    pulled = torch.empty_like(kept.slots)
     _walk(
-        hopper_windows_backward.backward_state, plan, given, where, block, d_o, decay, *_plane(kept),
-        None if d_state1 is None else d_state1.contiguous(), out.v, slots[0], slots[1], out.states, out.state0,
+        hopper_windows_backward.backward_state, plan, given, where, block, d_o, known[1], *_plane(kept),
+        None if d_state1 is None else d_state1.contiguous(), out.v, pulled[0], pulled[1], out.states, out.state0,
     )  # fmt: skip
-    return kept.slots[0], kept.slots[1], slots[0], slots[1]
+    turns = turns_of(where, H)
+    found = Measured.of(given, block, turns, known)
+    room = Scratch.of(given.v, len(found.gram), block)
+    read = torch.empty_like(found.decay)
+    shared = shared_room(where, given, D)
+    for turn in turns:
+        measure(plan, given, where, block, turn, found, False)
+        make_parts(plan, given, where, block, turn, found, room.maps, room.rows[0])
+        make_rows(plan, given, where, block, turn, found, room.rows[1])
+        chosen = slice(turn.first, turn.first + turn.blocks)
+        slots = [tensor[chosen] for tensor in (*kept.slots, *pulled)]
+        _tokens(plan, given, where, block, turn, found, d_o, states, slots, room, read, shared, out)
+    if turns:
+        add_shared(plan, given, where, block, shared, out)
 
 
-def finish(
-    plan: Plan, given: Inputs, where: Geometry, block: Block, turn: Turn, d_o: Tensor, decay: Tensor, states: Tensor,
-    out: Gradients, found: tuple[Tensor, ...], shared: Tensor,
+class Scratch(NamedTuple):
+    """What is made on the way for some blocks of every head: maps and rows of parts, M, dG, d(Q X^T), what passes."""
+
+    maps: Tensor
+    rows: Tensor
+    met: Tensor
+    d_gram: Tensor
+    d_reads: Tensor
+    through: Tensor
+
+    @classmethod
+    def of(cls, v: Tensor, blocks: int, block: Block) -> "Scratch":
+        H, wide = v.shape[2], torch.float32
+        parts = blocks * block.parts
+        square = blocks, H, PAIRS, PAIRS
+        return cls(
+            v.new_empty(2, parts, H, HELD, SIDES), v.new_empty(2, parts, H, ROWS, SIDES),
+            v.new_empty(parts, H, SIDES, SIDES, dtype=wide), v.new_empty(square), v.new_empty(square),
+            v.new_empty(blocks, H, HELD, dtype=wide),
+        )  # fmt: skip
+
+
+def _tokens(
+    plan: Plan, given: Inputs, where: Geometry, block: Block, turn: Turn, found: Measured, d_o: Tensor, states: Tensor,
+    slots: list[Tensor], room: Scratch, read: Tensor, shared: Tensor, out: Gradients,
 ) -> None:  # fmt: skip
-    """Fills the gradients of queries and keys of the blocks of a turn; found: Z, dF, dG, d(Q X^T)."""
-    from fastweight.kernels import hopper_windows_finish
+    """Fills the gradients of queries, keys and gates of a turn's blocks, and the shares of other blocks' keys.
+
+    slots: W, Z, dZ and dF; read: room for dO . reads.
+    """
+    from fastweight.kernels import hopper_windows_between, hopper_windows_finish, hopper_windows_inside
 
     H, D = given.v.shape[2:]
+    _missed, wrote, _lead, df = slots
+    both = room.d_gram, room.d_reads
+    place = turn.first, *tables(where)
+    flags = {"H": H, "WINDOW": block.window, "PART": block.part, "SHIFT": int(plan.shift), "BEFORE": plan.before}
+    widths = {"KH": given.q.shape[2], "D": D, **flags}
+    start(
+        hopper_windows_between.between, (turn.blocks * H,),
+        given.q, given.k, given.v, d_o, found.decay, states, out.states, *slots, room.met, *both, read, room.through,
+        *place, num_warps=4, **widths,
+    )  # fmt: skip
+    start(
+        hopper_windows_inside.inside, (turn.blocks * H * PARTS,),
+        given.beta, given.lam, found.gram, found.reads, found.weight, found.decay, found.facts, *room.rows, room.met,
+        read, room.through, *both, out.beta, out.lam, *place, float(plan.eps), float(plan.floor),
+        SCALED=plan.scaled, DIRECT=plan.direct, num_warps=4, maxnreg=128, **flags,
+    )  # fmt: skip
     start(
         hopper_windows_finish.finish, (turn.blocks * H * (D // 64),),
-        given.q, given.k, d_o, decay, states, out.states, *found, out.q, out.k, shared, turn.first, *tables(where),
-        H=H, KH=given.q.shape[2], D=D, WINDOW=block.window, PART=block.part, SHIFT=int(plan.shift), BEFORE=plan.before,
-        num_warps=4,
-    )  # fmt: skip
-
-
-def inside(
-    plan: Plan, given: Inputs, where: Geometry, block: Block, turn: Turn, measured: Measured,
-    of_rows: tuple[Tensor, ...], found: tuple[Tensor, Tensor], out: Gradients,
-) -> None:  # fmt: skip
-    """Fills the gradients of beta and lam of a turn's blocks, and the parts' own shares of `found`.
-
-    of_rows: B, H, M, dO . reads, and what passes parts (windows_gradient.py); found: dG and d(Q X^T).
-    """
-    from fastweight.kernels import hopper_windows_inside
-
-    H = given.v.shape[2]
-    measures = measured.gram, measured.reads, measured.weight, measured.decay, measured.facts
-    start(
-        hopper_windows_inside.inside, (turn.blocks * H * block.parts,),
-        given.beta, given.lam, *measures, *of_rows, *found, out.beta, out.lam, turn.first, *tables(where),
-        float(plan.eps), float(plan.floor), H=H, WINDOW=block.window, PART=block.part, SHIFT=int(plan.shift),
-        SCALED=plan.scaled, DIRECT=plan.direct, BEFORE=plan.before, num_warps=4, maxnreg=128,
+        given.q, given.k, d_o, found.decay, states, out.states, wrote, df, *both, out.q, out.k, shared, *place,
+        num_warps=4, **widths,
     )  # fmt: skip

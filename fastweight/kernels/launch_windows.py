@@ -240,8 +240,7 @@ def backward(plan, d_o, d_state1, q, k, v, beta, lam, key0, has_key, mask, cu_se
     out = Gradients(given, where, want_state)
     if launch_hopper_windows.fits(k, v, key0, mask, plan.rebuild):
         given, d_o = launch_hopper_windows.aligned(given, d_o)
-        by_slot = launch_hopper_windows.backward(plan, given, where, block, decay, maps, d_o, d_state1, out)
-        _rest(plan, given, where, block, tuple(known), d_o, states, out, by_slot)
+        launch_hopper_windows.backward(plan, given, where, block, tuple(known), maps, states, d_o, d_state1, out)
         return out.result()
     if plan.rebuild:
         begins, states = states, v.new_empty(where.slots, H, K, V)
@@ -251,7 +250,7 @@ def backward(plan, d_o, d_state1, q, k, v, beta, lam, key0, has_key, mask, cu_se
         start(
             windows.backward_state, (grid,),
             given.q, given.k, d_o, given.key0, given.has_key, given.unmasked, decay, maps[0], maps[1],
-            None if d_state1 is None else d_state1.contiguous(), out.v, _shared(where, given, V), out.states,
+            None if d_state1 is None else d_state1.contiguous(), out.v, shared_room(where, given, V), out.states,
             out.state0, where.cu, where.chunk_start, where.length, where.chunks, where.tokens,
             **_walk(plan, given, block),
         )  # fmt: skip
@@ -259,19 +258,14 @@ def backward(plan, d_o, d_state1, q, k, v, beta, lam, key0, has_key, mask, cu_se
     return out.result()
 
 
-def _shared(where: Geometry, given: Inputs, width: int) -> Tensor:
+def shared_room(where: Geometry, given: Inputs, width: int) -> Tensor:
     """Room for what blocks give to the pairs before their first token."""
     shape = (where.slots * windows.SHARED.value, given.v.shape[2], width)
     return torch.empty(*shape, dtype=torch.float32, device=given.v.device)
 
 
-def _rest(plan, given, where, block, known: tuple[Tensor, ...], d_o, states, out, by_slot=None) -> None:
-    """Gradients that are found block by block, from states and their gradients: of queries, keys and gates.
-
-    by_slot: W, Z, dZ and dF of all slots, if the walks kept them.
-    """
-    from fastweight.kernels import launch_hopper_windows
-
+def _rest(plan, given, where, block, known: tuple[Tensor, ...], d_o, states, out) -> None:
+    """Gradients that are found block by block, from states and their gradients: of queries, keys and gates."""
     (_B, _T, H, V), K, dtype = given.v.shape, given.q.shape[3], given.v.dtype
     turns = turns_of(where, H)
     found = Measured.of(given, block, turns, known)
@@ -282,39 +276,25 @@ def _rest(plan, given, where, block, known: tuple[Tensor, ...], d_o, states, out
 
     rows, rows_back = _room_for_parts(given, block, turns, low, ROWS, SIDES)
     maps = _room_for_parts(given, block, turns, low, HELD, SIDES)
-    begun, outer, *own = (None, None) if by_slot else (room(block.parts * HELD, V) for _ in range(6))
+    missed, wrote, begun, outer, lead, df = (room(block.parts * HELD, V) for _ in range(6))
     met = room(block.parts, SIDES, SIDES, dtype=torch.float32)
     d_gram, d_reads = room(block.slots, block.slots), room(PAIRS, block.slots)
     through = room(HELD, dtype=torch.float32)
     read = torch.empty_like(found.decay)
-    shared = _shared(where, given, K)
+    shared = shared_room(where, given, K)
     common = {"H": H, "PART": block.part, "BEFORE": plan.before, **block.flags}
     widths = {"V": V, "SLOTS": block.slots, "SHIFT": int(plan.shift), "DOT": exact, **common, **given.widths}
     for turn in turns:
         place = turn.first, *tables(where)
         measure(plan, given, where, block, turn, found, False)
         make_parts(plan, given, where, block, turn, found, maps, rows)
-        chosen = slice(turn.first, turn.first + turn.blocks)
-        missed, wrote, lead, df = [tensor[chosen] for tensor in by_slot] if by_slot else own
-        start(
-            windows_parts.part_rows, (turn.blocks * block.parts, H),
-            found.gram, found.reads, found.weight, found.decay, found.facts, rows_back, *place,
-            ROWS=ROWS, **common, num_warps=1,
-        )  # fmt: skip
+        make_rows(plan, given, where, block, turn, found, rows_back)
         start(
             windows_gradient.sweep, (turn.blocks, H),
             given.q, given.k, given.v, d_o, given.key0, given.has_key, given.unmasked, found.gram, found.reads,
             found.decay, states, out.states, maps[0], maps[1], missed, wrote, begun, outer, lead, df, met, d_gram,
-            d_reads, read, through, *place, WALKS=by_slot is None, **widths, **_sweep_tile(K, V, dtype)._asdict(),
+            d_reads, read, through, *place, **widths, **_sweep_tile(K, V, dtype)._asdict(),
         )  # fmt: skip
-        if by_slot:
-            of_rows = rows, rows_back, met, read, through
-            launch_hopper_windows.inside(plan, given, where, block, turn, found, of_rows, (d_gram, d_reads), out)
-            by_tokens = wrote, df, d_gram, d_reads
-            launch_hopper_windows.finish(
-                plan, given, where, block, turn, d_o, found.decay, states, out, by_tokens, shared
-            )
-            continue
         start(
             windows_gradient.inside, (turn.blocks * block.parts, H),
             given.beta, given.lam, given.has_key, given.unmasked, found.gram, found.reads, found.weight, found.decay,
@@ -329,11 +309,26 @@ def _rest(plan, given, where, block, known: tuple[Tensor, ...], d_o, states, out
             **token_tile(K, V, dtype)._asdict(),
         )  # fmt: skip
     if turns:
-        start(
-            windows_finish.add_shared, (where.slots, H),
-            shared, out.k, *tables(where)[:5], H=H, K=K, BK=wide(K), WINDOW=block.window, TOKENS=block.tokens,
-            SHIFT=int(plan.shift), num_warps=4,
-        )  # fmt: skip
+        add_shared(plan, given, where, block, shared, out)
+
+
+def make_rows(plan, given, where, block, turn: Turn, found: Measured, rows_back: Tensor) -> None:
+    """Maps of the rows of parts in reverse."""
+    start(
+        windows_parts.part_rows, (turn.blocks * block.parts, given.v.shape[2]),
+        found.gram, found.reads, found.weight, found.decay, found.facts, rows_back, turn.first, *tables(where),
+        H=given.v.shape[2], PART=block.part, ROWS=ROWS, BEFORE=plan.before, **block.flags, num_warps=1,
+    )  # fmt: skip
+
+
+def add_shared(plan: Plan, given: Inputs, where: Geometry, block: Block, shared: Tensor, out: Gradients) -> None:
+    """To the gradients of keys, what blocks gave to the pairs before their first token."""
+    H, K = given.v.shape[2], given.q.shape[3]
+    start(
+        windows_finish.add_shared, (where.slots, H),
+        shared, out.k, *tables(where)[:5], H=H, K=K, BK=wide(K), WINDOW=block.window, TOKENS=block.tokens,
+        SHIFT=int(plan.shift), num_warps=4,
+    )  # fmt: skip
 
 
 def _sweep_tile(K: int, V: int, dtype: torch.dtype) -> Tile:

@@ -192,12 +192,8 @@ def _between(
     do, s, shelf, cv, first, low, high, n, h, number, line, more,
     H: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, WINDOW: tl.constexpr, TOKENS: tl.constexpr,
     PAIRS: tl.constexpr, PART: tl.constexpr, SLOTS: tl.constexpr, SHIFT: tl.constexpr, DOT: tl.constexpr,
-    KEPT: tl.constexpr,
 ):  # fmt: skip
-    """Of 64 slots: M, dG and d(Q X^T) to later parts; what they give to each read; what passes by each part.
-
-    begun, outer: of these slots, or where those of all are KEPT.
-    """
+    """Of 64 slots: M, dG and d(Q X^T) to later parts; what they give to each read; what passes by each part."""
     PARTS: tl.constexpr = TOKENS // PART
     u = tl.arange(0, HELD)
     t = tl.arange(0, PAIRS)
@@ -208,15 +204,9 @@ def _between(
     room: tl.constexpr = PARTS * HELD
     z = _slot_tile(wrote, shelf, s, cv, room, V)
     f = _slot_tile(df, shelf, s, cv, room, V)
-    written = z.to(tl.float32)
-    if KEPT:
-        outer = _slot_tile(outer, shelf, s, cv, room, V).to(tl.float32)
-    written = tl.sum(written * outer, axis=1)
+    written = tl.sum(z.to(tl.float32) * _slot_tile(outer, shelf, s, cv, room, V).to(tl.float32), axis=1)
     passes = tl.sum(tl.where(part_of[None, :] < u[:, None], written[None, :], 0.0), axis=1)
-    taken = f.to(tl.float32)
-    if KEPT:
-        begun = _slot_tile(begun, shelf, s, cv, room, V).to(tl.float32)
-    taken = tl.sum(taken * begun, axis=1)
+    taken = tl.sum(f.to(tl.float32) * _slot_tile(begun, shelf, s, cv, room, V).to(tl.float32), axis=1)
     passes += tl.sum(tl.where(part_of[None, :] > u[:, None], taken[None, :], 0.0), axis=1)
     # To the reads of later tokens.
     later = (t // PART)[:, None] > part_of[None, :]
@@ -262,12 +252,11 @@ def sweep(
     base, cu, chunk_seq, chunk_start, length, chunks, tokens,
     H: tl.constexpr, KH: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     WINDOW: tl.constexpr, TOKENS: tl.constexpr, PAIRS: tl.constexpr, PART: tl.constexpr, SLOTS: tl.constexpr,
-    SHIFT: tl.constexpr, BEFORE: tl.constexpr, DOT: tl.constexpr, WALKS: tl.constexpr,
+    SHIFT: tl.constexpr, BEFORE: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """One block of one head: z, df of slots; M of parts; dG, d(Q X^T) between parts; dO . reads; what passes parts.
 
     begun, outer: what the state before the block, and the gradient of that after it, give each slot.
-    WALKS: whether w, z, dz and df are found here; else they are given (hopper_windows.py), and nothing kept for it.
     """
     PARTS: tl.constexpr = TOKENS // PART
     block = tl.program_id(0) + base
@@ -312,39 +301,28 @@ def sweep(
             x = load_keys(k, key0, None, source, pair, first, i, low, n, kh, ck, KH, K, SHIFT, BK)
             y = load_tile(v, first, i, h, cv, pair, H, V, BV).to(tl.float32)
             f = tl.dot(x, S, input_precision=DOT) * tl.exp2(begin)[:, None]
-            if WALKS:
-                _keep_slots(begun, shelf, f, s, cv, room, V)
-                _keep_slots(missed, shelf, y - f, s, cv, room, V)
+            _keep_slots(begun, shelf, f, s, cv, room, V)
+            _keep_slots(missed, shelf, y - f, s, cv, room, V)
             dz = tl.dot(x, dS, input_precision=DOT) * tl.exp2(whole - end)[:, None]
-            if WALKS:
-                _keep_slots(outer, shelf, dz, s, cv, room, V)
-                later = own[:, None] & held[None, :] & ((t // PART)[:, None] > part_of[None, :])
-                sees = _meet(seen, t, pair_of, later, g_read[:, None] - end[None, :], PAIRS).to(dtype)
-                dz = tl.dot(tl.trans(sees), do, acc=dz, input_precision=DOT)
-                _keep_slots(lead, shelf, dz, s, cv, room, V)
-            else:
-                to_reads, past = _between(
-                    v, d_o, has_key, unmasked, matrix, seen, decay, g_read, missed, wrote, f, dz, lead, df, met, d_gram,
-                    d_reads, do, s, shelf, cv, first, low, high, n, h, number, line, c > 0,
-                    H, V, BV, WINDOW, TOKENS, PAIRS, PART, SLOTS, SHIFT, DOT, False,
-                )  # fmt: skip
-                pulls += to_reads
-                passes += past
+            _keep_slots(outer, shelf, dz, s, cv, room, V)
+            later = own[:, None] & held[None, :] & ((t // PART)[:, None] > part_of[None, :])
+            sees = _meet(seen, t, pair_of, later, g_read[:, None] - end[None, :], PAIRS).to(dtype)
+            dz = tl.dot(tl.trans(sees), do, acc=dz, input_precision=DOT)
+            _keep_slots(lead, shelf, dz, s, cv, room, V)
         tl.debug_barrier()
-        if WALKS:
-            _walk_parts(
-                v, d_o, has_key, unmasked, matrix, decay, read_part, write_part, missed, wrote, lead, df, shelf, cv,
-                first, low, high, n, h, number, line, H, V, BV, WINDOW, TOKENS, PAIRS, PART, SLOTS, SHIFT, DOT,
+        _walk_parts(
+            v, d_o, has_key, unmasked, matrix, decay, read_part, write_part, missed, wrote, lead, df, shelf, cv, first,
+            low, high, n, h, number, line, H, V, BV, WINDOW, TOKENS, PAIRS, PART, SLOTS, SHIFT, DOT,
+        )  # fmt: skip
+        for half in range(SLOTS // 64):
+            to_reads, past = _between(
+                v, d_o, has_key, unmasked, matrix, seen, decay, g_read, missed, wrote, begun, outer, lead, df, met,
+                d_gram, d_reads, do, tl.arange(0, 64) + half * 64, shelf, cv, first, low, high, n, h, number, line,
+                c > 0, H, V, BV, WINDOW, TOKENS, PAIRS, PART, SLOTS, SHIFT, DOT,
             )  # fmt: skip
-            for half in range(SLOTS // 64):
-                to_reads, past = _between(
-                    v, d_o, has_key, unmasked, matrix, seen, decay, g_read, missed, wrote, begun, outer, lead, df, met,
-                    d_gram, d_reads, do, tl.arange(0, 64) + half * 64, shelf, cv, first, low, high, n, h, number, line,
-                    c > 0, H, V, BV, WINDOW, TOKENS, PAIRS, PART, SLOTS, SHIFT, DOT, True,
-                )  # fmt: skip
-                pulls += to_reads
-                passes += past
-            tl.debug_barrier()
+            pulls += to_reads
+            passes += past
+        tl.debug_barrier()
     tl.store(read + line + first + t, pulls, mask=own)
     tl.store(through + number * HELD + u, passes)
 
