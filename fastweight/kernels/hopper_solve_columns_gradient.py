@@ -43,8 +43,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra import libdevice
 
 from fastweight.kernels.gates import load_head, step_gradient, step_sizes
-from fastweight.kernels.hopper_parts import LINE, SHARED, arrive, copy_rows, new_barrier, nil, rows
-from fastweight.kernels.hopper_scaled_parts import reciprocal
+from fastweight.kernels.hopper_parts import SHARED, arrive, copy_rows, new_barrier, nil, rows
 from fastweight.kernels.tiles import chunk_span, has_pair, source_rows
 
 LEAST = gl.constexpr(-62.0)  # below all g of chunks that are done here
@@ -70,42 +69,9 @@ def _ones(KIND: gl.constexpr, dtype: gl.constexpr, L: gl.constexpr):
 
 
 @gluon.jit
-def _power(x, QUICK: gl.constexpr):
-    """2^x, with QUICK of what is no smaller than the normal numbers."""
-    if QUICK:
-        return gl.inline_asm_elementwise(
-            "ex2.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1
-        )
-    else:
-        return gl.exp2(x)
-
-
-@gluon.jit
 def _first_piece(numbers):
     """The first 8 bits of float32 numbers, cut off, which is a bfloat16 as it stands."""
     return (numbers.to(gl.int32, bitcast=True) & -65536).to(gl.float32, bitcast=True)
-
-
-@gluon.jit
-def _step_gradient(
-    d_eta, d_log, energy, gain, lam, step, ridge, floor, SCALED: gl.constexpr, DIRECT: gl.constexpr,
-):  # fmt: skip
-    """What gates.step_gradient gives, summed over columns but for the gains; step: eta at gain 1, by which a token that
-    writes nothing is known."""
-    eta = gain * step[:, None]
-    alpha = eta * ridge[:, None]
-    slope = d_log * reciprocal(gl.maximum(1 - alpha, floor))
-    d_alpha = gl.where(alpha < 1 - floor, -slope, 0.0)
-    d_gain = (d_eta + d_alpha * ridge[:, None]) * step[:, None]
-    d_ridge = gl.sum(d_alpha * eta, axis=1)
-    d_energy = gl.zeros_like(d_ridge)
-    if not DIRECT:
-        d_energy = -gl.sum(d_gain * eta, axis=1)
-        d_ridge += d_energy
-    if SCALED:
-        return d_gain, d_ridge * energy, d_energy + d_ridge * lam
-    else:
-        return d_gain, d_ridge, d_energy
 
 
 @gluon.jit
@@ -137,36 +103,6 @@ def _store_rows(pointer, tile, first, i, h, start, keep, H: gl.constexpr, W: gl.
 
 
 @gluon.jit
-def _store_keys(
-    d_k, d_key0, d_x, previous, source, pair, keep, first, i, low, high, n, h, start: gl.constexpr,
-    H: gl.constexpr, D: gl.constexpr, SHIFT: gl.constexpr,
-):  # fmt: skip
-    """Writes 64 columns of the gradient of paired rows to the tokens they came from."""
-    if previous is None:
-        _store_rows(d_k, d_x, first - SHIFT, i, h, start, keep, H, D, HALF)
-        if SHIFT:  # a sequence's last token is paired with none
-            if high <= 64:
-                _store_rows(d_k, gl.zeros_like(d_x), first, i, h, start, i == high - 1, H, D, HALF)
-    else:
-        _store_rows(d_k, d_x, first, source.to(gl.int64), h, start, keep, H, D, HALF)
-    if d_key0 is not None:
-        _store_rows(d_key0, d_x, n.to(gl.int64), i * 0, h, start, pair & (source < low), H, D, HALF)
-
-
-@gluon.jit
-def _of_states(s_in, s_states, PARTS: gl.constexpr, L: gl.constexpr):
-    """Begins what the state answers to queries and keys, and its gradient to keys."""
-    reads = _fresh(s_in.index(nil()), s_states.index(nil()), L)
-    misses = _fresh(s_in.index(nil() + PARTS), s_states.index(nil()), L)
-    behind = _fresh(s_in.index(nil() + PARTS), s_states.index(nil() + PARTS), L)
-    if PARTS == 2:
-        reads = warpgroup_mma(s_in.index(nil() + 1), s_states.index(nil() + 1), reads, is_async=True)
-        misses = warpgroup_mma(s_in.index(nil() + 3), s_states.index(nil() + 1), misses, is_async=True)
-        behind = warpgroup_mma(s_in.index(nil() + 3), s_states.index(nil() + 3), behind, is_async=True)
-    return reads, misses, behind
-
-
-@gluon.jit
 def _of_keys(s_r, s_w, s_end, s_in, s_scores, s_states, part: gl.constexpr, PARTS: gl.constexpr):
     """Begins the gradients of 64 columns of q and x."""
     x = s_in.index(nil() + PARTS + part)
@@ -186,18 +122,14 @@ def backward_token(
     kept, wild, d_q, d_k, d_v, d_beta, d_lam, d_key0,
     cu, chunk_seq, chunk_start, length, chunks, tokens, eps, floor,
     H: gl.constexpr, KH: gl.constexpr, D: gl.constexpr,
-    SHIFT: gl.constexpr, SCALED: gl.constexpr, DIRECT: gl.constexpr, BEFORE: gl.constexpr, QUICK: gl.constexpr,
+    SHIFT: gl.constexpr, SCALED: gl.constexpr, DIRECT: gl.constexpr, BEFORE: gl.constexpr,
 ):  # fmt: skip
-    """One chunk of one head: all gradients but those of states; kept, wild: as `backward_state` left them.
-
-    QUICK: by fewer instructions, and without waiting for the states before they are needed.
-    """
+    """One chunk of one head: all gradients but those of states; kept, wild: as `backward_state` left them."""
     WIDE: gl.constexpr = SQUARE if D == 64 else WIDE_128
     TILE: gl.constexpr = HALF if D == 64 else TILE_128
     LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=WIDE, k_width=2)
     FEW: gl.constexpr = 2048 // D  # rows among which each thread has every one that is so many further
     PARTS: gl.constexpr = D // 64
-    EARLY: gl.constexpr = QUICK and PARTS == 2  # products go on while threads scale the operands of others
     along: gl.constexpr = gl.SliceLayout(0, WIDE)
     h = gl.program_id(0) % H
     chunk = gl.program_id(0) // H
@@ -219,11 +151,6 @@ def backward_token(
     s_scores = gl.allocate_shared_memory(dtype, [2, 64, 64], SHARED)
     s_few = gl.allocate_shared_memory(gl.bfloat16, [2, FEW, D], SHARED)
     s_states = gl.allocate_shared_memory(dtype, [2 * PARTS, 64, D], SHARED)  # rows of a state, then of its gradient
-    if QUICK:
-        s_ones = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED, _ones(1, gl.bfloat16, HALF))
-        s_kept = gl.allocate_shared_memory(
-            gl.float32, [D], LINE, gl.load(kept + at_chunk * D + gl.arange(0, D, along))
-        )  # fmt: skip
 
     i = rows(TILE)
     live = (i >= low) & (i < high)
@@ -255,31 +182,16 @@ def backward_token(
     at = i[:, None] * (H * D) + gl.arange(0, D, along)[None, :]
     base = (first * H + h) * D
     gain = gl.load(beta + base + at, mask=pair[:, None], other=0.0).to(gl.float32)
-    if QUICK:
-        step, shrinks, _d, _a, _c, _o, _w = step_sizes(
-            energy, gl.where(pair, 1.0, 0.0), ridge, pair, eps, floor, SCALED, DIRECT
-        )
-        eta = gain * step[:, None]
-        carry = gl.maximum(1 - gain * (step * shrinks)[:, None], floor)
-        passed = gl.inline_asm_elementwise(
-            "lg2.approx.ftz.f32 $0, $1;", "=r,r", [carry], dtype=gl.float32, is_pure=True, pack=1
-        ).to(gl.float16)  # fmt: skip
-    else:
-        eta, _r, _d, _a, carry, _o, _w = step_sizes(
-            energy[:, None], gain, ridge[:, None], pair[:, None], eps, floor, SCALED, DIRECT
-        )
-        passed = libdevice.fast_log2f(carry).to(gl.float16)
+    eta, _r, _d, _a, carry, _o, _w = step_sizes(
+        energy[:, None], gain, ridge[:, None], pair[:, None], eps, floor, SCALED, DIRECT
+    )
+    passed = libdevice.fast_log2f(carry).to(gl.float16)
     s_passed = s_m._reinterpret(gl.float16, [64, D], SHARED)
     s_passed.store(passed)
     arrive()
-    if QUICK:
-        if is_wild:
-            mbarrier.wait(landed, 0)
-            return
-    else:
-        mbarrier.wait(landed, 0)
-        if is_wild:
-            return
+    mbarrier.wait(landed, 0)
+    if is_wild:
+        return
     if key0 is not None:
         for part in gl.static_range(PARTS):
             col = part * 64 + gl.arange(0, 64, gl.SliceLayout(0, HALF))
@@ -297,29 +209,22 @@ def backward_token(
         gram = warpgroup_mma(s_in.index(nil() + 3), last, gram, is_async=True)
     g, p, gram = warpgroup_mma_wait(0, deps=(g, p, gram))
     gl.thread_barrier()
-    if QUICK:
-        mbarrier.wait(landed, 0)
-    if EARLY:
-        reads, misses, behind = _of_states(s_in, s_states, PARTS, WIDE)
     later = _later(SQUARE)
     s_scores.index(0).store(gl.where(later > 0 if BEFORE else later >= 0, p, 0.0).to(dtype))
     s_scores.index(1).store(gl.where(later > 0, gram, 0.0).to(dtype))
-    before = _power(g - passed.to(gl.float32), QUICK)
-    reading = before if BEFORE else _power(g, QUICK)
+    before = gl.exp2(g - passed.to(gl.float32))
+    reading = before if BEFORE else gl.exp2(g)
     s_r.store((s_r.load(WIDE).to(gl.float32) * reading).to(dtype))
     d_y = eta * s_u.load(WIDE).to(gl.float32)
     s_w.store((-before * d_y).to(dtype))
     gl.store(d_v + base + at, d_y.to(d_v.dtype.element_ty), mask=live[:, None])
-    back = _power(-gl.maximum(g, LEAST), QUICK)
+    back = gl.exp2(-gl.maximum(g, LEAST))
     s_m.store((eta * s_left.load(WIDE).to(gl.float32) * back).to(dtype))
     few = gl.sum(gl.reshape(gl.zeros([64, D], gl.float32, TILE), [64 // FEW, FEW, D]), axis=0)
     for part in gl.static_range(PARTS):
         both = s_states.index(part).load(TILE).to(gl.float32) * s_states.index(PARTS + part).load(TILE).to(gl.float32)
         few += gl.sum(gl.reshape(both, [64 // FEW, FEW, D]), axis=0)
-    if QUICK:
-        to_end = s_kept.load(gl.SliceLayout(0, few.type.layout))
-    else:
-        to_end = gl.load(kept + at_chunk * D + gl.arange(0, D, gl.SliceLayout(0, few.type.layout)))
+    to_end = gl.load(kept + at_chunk * D + gl.arange(0, D, gl.SliceLayout(0, few.type.layout)))
     few *= to_end[None, :]
     if dtype == gl.float16:
         s_few.index(1).store((few - _first_piece(few)).to(gl.bfloat16))
@@ -327,8 +232,13 @@ def backward_token(
     s_few.index(0).store(few.to(gl.bfloat16))
     _shown()
 
-    if not EARLY:
-        reads, misses, behind = _of_states(s_in, s_states, PARTS, WIDE)
+    reads = _fresh(s_in.index(nil()), s_states.index(nil()), WIDE)
+    misses = _fresh(s_in.index(nil() + PARTS), s_states.index(nil()), WIDE)
+    behind = _fresh(s_in.index(nil() + PARTS), s_states.index(nil() + PARTS), WIDE)
+    if PARTS == 2:
+        reads = warpgroup_mma(s_in.index(nil() + 1), s_states.index(nil() + 1), reads, is_async=True)
+        misses = warpgroup_mma(s_in.index(nil() + 3), s_states.index(nil() + 1), misses, is_async=True)
+        behind = warpgroup_mma(s_in.index(nil() + 3), s_states.index(nil() + 3), behind, is_async=True)
     reads = warpgroup_mma(s_scores.index(nil()), s_m, reads, is_async=True)
     misses = warpgroup_mma(s_scores.index(nil() + 1), s_m, misses, is_async=True)
     inner = _fresh(s_scores.index(nil()).permute((1, 0)), s_r, WIDE)
@@ -345,11 +255,7 @@ def backward_token(
         terms += own - inner * m
     # What crosses a token to behind the chunk: nothing of it cancels, and 8 bits are enough for bfloat16.
     s_other = s_scores._reinterpret(gl.bfloat16, [64, D], SHARED)
-    if QUICK:
-        to_end = s_kept.load(along)[None, :]
-        own -= terms  # as the sum from each token on has them
-    else:
-        to_end = gl.load(kept + at_chunk * D + gl.arange(0, D, along))[None, :]
+    to_end = gl.load(kept + at_chunk * D + gl.arange(0, D, along))[None, :]
     behind *= m * to_end
     rest = behind
     if dtype == gl.float16:
@@ -359,12 +265,8 @@ def backward_token(
     s_stage.store(piece.to(gl.bfloat16))
     terms -= piece
     _shown()
-    if QUICK:
-        d_log = _fresh(s_ones, s_other, WIDE)
-        d_log = warpgroup_mma(s_ones.permute((1, 0)), s_stage, d_log, is_async=True)
-    else:
-        d_log = _fresh(_ones(1, gl.bfloat16, LEFT), s_other, WIDE)
-        d_log = warpgroup_mma(_ones(2, gl.bfloat16, LEFT), s_stage, d_log, is_async=True)
+    d_log = _fresh(_ones(1, gl.bfloat16, LEFT), s_other, WIDE)
+    d_log = warpgroup_mma(_ones(2, gl.bfloat16, LEFT), s_stage, d_log, is_async=True)
     d_log = warpgroup_mma(gl.full([64, FEW], 1.0, gl.bfloat16, LEFT), s_few.index(0), d_log, is_async=True)
     if dtype == gl.float16:
         d_log = warpgroup_mma(gl.full([64, FEW], 1.0, gl.bfloat16, LEFT), s_few.index(1), d_log, is_async=True)
@@ -374,12 +276,8 @@ def backward_token(
     s_other.store(piece.to(gl.bfloat16))
     s_stage.store((terms - piece).to(gl.bfloat16))
     _shown()
-    if QUICK:
-        d_log = warpgroup_mma(s_ones.permute((1, 0)), s_other, d_log, is_async=True)
-        d_log = warpgroup_mma(s_ones.permute((1, 0)), s_stage, d_log, is_async=True)
-    else:
-        d_log = warpgroup_mma(_ones(2, gl.bfloat16, LEFT), s_other, d_log, is_async=True)
-        d_log = warpgroup_mma(_ones(2, gl.bfloat16, LEFT), s_stage, d_log, is_async=True)
+    d_log = warpgroup_mma(_ones(2, gl.bfloat16, LEFT), s_other, d_log, is_async=True)
+    d_log = warpgroup_mma(_ones(2, gl.bfloat16, LEFT), s_stage, d_log, is_async=True)
     d_p = _fresh(s_r, s_m.permute((1, 0)), SQUARE)
     d_gram = _fresh(s_w, s_m.permute((1, 0)), SQUARE)
     d_log, d_p, d_gram = warpgroup_mma_wait(0, deps=(d_log, d_p, d_gram))
@@ -387,10 +285,7 @@ def backward_token(
         gl.thread_barrier()
         s_other.store((rest - behind).to(gl.bfloat16))
         _shown()
-        if QUICK:
-            d_log = warpgroup_mma(s_ones, s_other, d_log, is_async=True)
-        else:
-            d_log = warpgroup_mma(_ones(1, gl.bfloat16, LEFT), s_other, d_log, is_async=True)
+        d_log = warpgroup_mma(_ones(1, gl.bfloat16, LEFT), s_other, d_log, is_async=True)
         d_log = warpgroup_mma_wait(0, deps=(d_log,))
     d_log -= own
     gl.thread_barrier()
@@ -398,10 +293,7 @@ def backward_token(
     s_scores.index(0).store(gl.where(later > 0 if BEFORE else later >= 0, d_p, 0.0).to(dtype))
     s_scores.index(1).store(gl.where(later > 0, d_gram, 0.0).to(dtype))
     s_end = s_stage._reinterpret(dtype, [64, D], SHARED)
-    if QUICK:
-        to_end = s_kept.load(along)[None, :]
-    else:
-        to_end = gl.load(kept + at_chunk * D + gl.arange(0, D, along) + nil())[None, :]
+    to_end = gl.load(kept + at_chunk * D + gl.arange(0, D, along) + nil())[None, :]
     s_end.store((s_m.load(WIDE).to(gl.float32) * to_end).to(dtype))
     _shown()
     if PARTS == 2:  # These go on while threads make the gradients of steps, for which width 64 lacks registers.
@@ -416,23 +308,14 @@ def backward_token(
         at = i[:, None] * (H * D) + gl.arange(0, D, along)[None, :]
         gain = gl.load(beta + base + at, mask=pair[:, None], other=0.0).to(gl.float32)
         d_eta = s_left.load(WIDE).to(gl.float32) * s_u.load(WIDE).to(gl.float32)
-        if QUICK:
-            to_gain, to_ridge, to_energy = _step_gradient(
-                d_eta, d_log, energy, gain, ridge, step, shrinks, floor, SCALED, DIRECT
-            )
-            gl.store(d_beta + base + at, to_gain.to(d_beta.dtype.element_ty), mask=live[:, None])
-            if d_lam is not None:
-                gl.store(d_lam + first * H + h + i * H, to_ridge, mask=live)
-            share += to_energy
-        else:
-            to_gain, to_ridge, to_energy = step_gradient(
-                d_eta, d_log, energy[:, None], gain, ridge[:, None], pair[:, None], eps, floor, SCALED, DIRECT, True,
-                EXACT=False,
-            )  # fmt: skip
-            gl.store(d_beta + base + at, to_gain.to(d_beta.dtype.element_ty), mask=live[:, None])
-            if d_lam is not None:
-                gl.store(d_lam + first * H + h + i * H, gl.sum(to_ridge, axis=1), mask=live)
-            share += gl.sum(to_energy, axis=1)
+        to_gain, to_ridge, to_energy = step_gradient(
+            d_eta, d_log, energy[:, None], gain, ridge[:, None], pair[:, None], eps, floor, SCALED, DIRECT, True,
+            EXACT=False,
+        )  # fmt: skip
+        gl.store(d_beta + base + at, to_gain.to(d_beta.dtype.element_ty), mask=live[:, None])
+        if d_lam is not None:
+            gl.store(d_lam + first * H + h + i * H, gl.sum(to_ridge, axis=1), mask=live)
+        share += gl.sum(to_energy, axis=1)
 
     share = gl.convert_layout(share, gl.SliceLayout(1, SQUARE))
     i = rows(HALF)
@@ -450,34 +333,22 @@ def backward_token(
     s_stage._keep_alive()
     s_scores._keep_alive()
     s_states._keep_alive()
-    if QUICK:  # All of them through shared memory at once, which no product reads any more.
-        at_q = s_r._reinterpret(dtype, [PARTS, 64, 64], SHARED)
-        at_x = s_w._reinterpret(dtype, [PARTS, 64, 64], SHARED)
-        gl.thread_barrier()
     for part in gl.static_range(PARTS):
         d_x = d_x0
         d_q_part = d_q0
         if part == 1:
             d_x = d_x1
             d_q_part = d_q1
-        if QUICK:
-            at_q.index(part).store(d_q_part.to(dtype))
-        else:
-            _store_rows(d_q, d_q_part, first, i, h, part * 64, i < high, H, D, HALF)
+        _store_rows(d_q, d_q_part, first, i, h, part * 64, i < high, H, D, HALF)
         if not DIRECT or SCALED:
             d_x += 2 * share[:, None] * s_in.index(PARTS + part).load(SQUARE).to(gl.float32)
-        if QUICK:
-            at_x.index(part).store(d_x.to(dtype))
+        if previous is None:
+            _store_rows(d_k, d_x, first - SHIFT, i, h, part * 64, keep, H, D, HALF)
+            if SHIFT:  # a sequence's last token is paired with none
+                if high <= 64:
+                    _store_rows(d_k, gl.zeros_like(d_x), first, i, h, part * 64, i == high - 1, H, D, HALF)
         else:
-            _store_keys(
-                d_k, d_key0, d_x, previous, source, pair, keep, first, i, low, high, n, h, part * 64, H, D, SHIFT
-            )  # fmt: skip
-    if QUICK:
-        gl.thread_barrier()
-        for part in gl.static_range(PARTS):
-            _store_rows(d_q, at_q.index(part).load(HALF), first, i, h, part * 64, i < high, H, D, HALF)
-            d_x = at_x.index(part).load(HALF)
-            _store_keys(
-                d_k, d_key0, d_x, previous, source, pair, keep, first, i, low, high, n, h, part * 64, H, D, SHIFT
-            )  # fmt: skip
+            _store_rows(d_k, d_x, first, source.to(gl.int64), h, part * 64, keep, H, D, HALF)
+        if d_key0 is not None:
+            _store_rows(d_key0, d_x, n.to(gl.int64), i * 0, h, part * 64, pair & (source < low), H, D, HALF)
     landed._keep_alive()

@@ -27,6 +27,7 @@ from fastweight.kernels.launch import (
     tables,
     wide,
 )
+from fastweight.kernels.launch_hopper import descriptor
 from fastweight.kernels.launch_hopper_gradient import state_rows
 
 UNKNOWN_ONE = 1  # what the kernels must not know to be 1 (solve_columns.py)
@@ -144,7 +145,12 @@ def backward(plan, d_o, d_state1, q, k, v, beta, lam, key0, has_key, mask, cu_se
 
 def backward_mild(plan, where, given, d_o, d_end, saved, out: Gradients) -> Tensor:
     """On Hopper: the gradients of all states, and all others of the chunks that do not forget much; which ones do."""
-    from fastweight.kernels import hopper_scaled_columns_backward, hopper_solve_columns, hopper_solve_columns_gradient
+    from fastweight.kernels import (
+        hopper_scaled_columns_backward,
+        hopper_scaled_columns_gradient,
+        hopper_solve_columns,
+        hopper_solve_columns_gradient,
+    )
 
     energies, residual, states = saved
     H, D = given.v.shape[2:]
@@ -152,15 +158,23 @@ def backward_mild(plan, where, given, d_o, d_end, saved, out: Gradients) -> Tens
     wild = torch.empty(where.slots, H, dtype=torch.int8, device=given.v.device)
     kernels = hopper_scaled_columns_backward.backward_state, hopper_solve_columns.backward_state
     _walk(kernels, plan, given, where, d_o, energies, d_end, out.states, out.state0, out.v, kept, wild)
+    quick = unproven.asked_for()
+    module = hopper_scaled_columns_gradient if quick else hopper_solve_columns_gradient
+    rows = whole_states if quick else state_rows
     start(
-        hopper_solve_columns_gradient.backward_token, (where.slots * H,),
-        given.q, given.k, d_o, given.beta, given.lam, *given[5:], energies, residual, state_rows(states),
-        state_rows(out.states), kept, wild, out.q, out.k, out.v, out.beta, out.lam, out.key0, *tables(where),
-        float(plan.eps), float(plan.floor), H=H, KH=given.q.shape[2], D=D, SHIFT=int(plan.shift),
-        SCALED=plan.scaled, DIRECT=plan.direct, BEFORE=plan.before, QUICK=unproven.asked_for(), num_warps=8,
-        maxnreg=128 if D == 64 else None,
+        module.backward_token, (where.slots * H,),
+        given.q, given.k, d_o, given.beta, given.lam, *given[5:], energies, residual, rows(states), rows(out.states),
+        kept, wild, out.q, out.k, out.v, out.beta, out.lam, out.key0, *tables(where), float(plan.eps),
+        float(plan.floor), H=H, KH=given.q.shape[2], D=D, SHIFT=int(plan.shift), SCALED=plan.scaled,
+        DIRECT=plan.direct, BEFORE=plan.before, num_warps=8, maxnreg=128 if D == 64 else None,
     )  # fmt: skip
     return wild
+
+
+def whole_states(states: Tensor) -> Any:
+    """Descriptor of chunk states [chunks, H, K, V], one at a time."""
+    K, V = states.shape[-2:]
+    return descriptor(states, [states.numel() // V, V], [V, 1], [K, V])
 
 
 def backward_chunk(where, given, common, saved, out: Gradients, wild, blocks: int, steps, named) -> None:
