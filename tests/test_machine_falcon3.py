@@ -26,7 +26,9 @@ CASES = {
     "two pairs, own keys": case(
         "falcon-3", {"window": 2, "pairing": "same-step", "ridge": "scaled"}, shape=(2, 33, 1, 1, 64, 64)
     ),
-    "given steps, grouped": case("falcon-3", {"window": 3, "step": "direct"}, shape=(1, 20, 1, 2, 64, 64), zero_beta=True),
+    "given steps, grouped": case(
+        "falcon-3", {"window": 3, "step": "direct"}, shape=(1, 20, 1, 2, 64, 64), zero_beta=True
+    ),
     "strong decay, five pairs": case("falcon-3", {"window": 5}, shape=(1, 14, 1, 1, 64, 64), ridge=1e2, state=True),
 }  # fmt: skip
 

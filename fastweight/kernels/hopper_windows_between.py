@@ -156,10 +156,11 @@ def between(
     arrive()
 
     found = _from_state(s_x, s_a, s_b, D)
-    reads = _from_state(s_q, s_a, s_b, D)
-    found, reads = warpgroup_mma_wait(0, deps=(found, reads))
+    found = warpgroup_mma_wait(0, deps=(found,))
     taken = _row_sums(found, s_f, D) * gl.exp2(g_begin)
-    straight = _row_sums(reads, s_do, D) * gl.exp2(gl.where(own, g_read, 0.0))
+    found = _from_state(s_q, s_a, s_b, D)
+    found = warpgroup_mma_wait(0, deps=(found,))
+    straight = _row_sums(found, s_do, D) * gl.exp2(gl.where(own, g_read, 0.0))
     gl.thread_barrier()
     whole = _in_place(s_a, d_states + kept, D)
     if D == 128:
