@@ -42,6 +42,18 @@ def _columns_right(t, layout: gl.constexpr, BEFORE: gl.constexpr):
 
 
 @gluon.jit
+def load_near(shelf, WINDOW: gl.constexpr, BEFORE: gl.constexpr, num_warps: gl.constexpr):
+    """The L below L_(R-1) as `with_near` finds them [64, 4], of reads that the chunk has: nobody else masks others."""
+    LAG: gl.constexpr = 1 if BEFORE else 0
+    beside: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [num_warps, 1], [1, 0])
+    t = gl.arange(0, 64, layout=gl.SliceLayout(1, beside))
+    right = _columns_right(t, beside, BEFORE)
+    at = shelf + (WINDOW - 2 - right) * 64 + (t[:, None] + right + (1 - LAG))
+    keep = (right < WINDOW - 1) & (t < 65 - WINDOW)[:, None] & (t >= LAG)[:, None]
+    return gl.load(at, mask=keep, other=0.0)
+
+
+@gluon.jit
 def load_window(
     decay, sums, line, slot, first, high, i, WINDOW: gl.constexpr, BEFORE: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
@@ -49,8 +61,6 @@ def load_window(
 
     slot: of the chunk and head.
     """
-    LAG: gl.constexpr = 1 if BEFORE else 0
-    beside: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [num_warps, 1], [1, 0])
     end = gl.minimum(high, 65 - WINDOW)
     shelf = sums + slot.to(gl.int64) * (64 * (WINDOW + 1))
     g_last = gl.load(decay + line + first + end - 1)
@@ -59,13 +69,7 @@ def load_window(
     else:
         g_read = gl.load(decay + line + first + gl.minimum(i, end - 1))
     g_read = gl.where(i < end, g_read, float("-inf"))
-    # Of reads that the chunk has: nothing else masks the others.
-    t = gl.arange(0, 64, layout=gl.SliceLayout(1, beside))
-    right = _columns_right(t, beside, BEFORE)
-    near = gl.load(
-        shelf + (WINDOW - 2 - right) * 64 + (t[:, None] + right + (1 - LAG)),
-        mask=(right < WINDOW - 1) & (t < 65 - WINDOW)[:, None] & (t >= LAG)[:, None], other=0.0,
-    )  # fmt: skip
+    near = load_near(shelf, WINDOW, BEFORE, num_warps)
     return (gl.load(shelf + (WINDOW - 1) * 64 + i), gl.load(shelf + WINDOW * 64 + i), g_read, g_last), near
 
 

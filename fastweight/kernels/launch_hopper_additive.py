@@ -59,7 +59,8 @@ def forward(
         hopper_additive.forward, (_programs(given, _pieces(walk, o is not None)),),
         tiles(given.k, K), tiles(given.q, K), tiles(given.v, 64), out, None if states is None else blocks(states, K),
         weight, decay, sums if plan.window > 1 else None, None if state0 is None else state0.contiguous(), state1,
-        *walk.arguments[2:], SHIFT=int(plan.shift), TOLD=unproven.asked_for(), STAGES=STAGES, **_options(plan, given),
+        *walk.arguments[2:], SHIFT=int(plan.shift), TOLD=unproven.asked_for() and plan.window <= LONGEST,
+        STAGES=STAGES, **_options(plan, given),
     )  # fmt: skip
 
 
@@ -94,6 +95,7 @@ def backward(
 
     weight, decay, sums = steps
     H, K, pieces = given.v.shape[2], given.q.shape[3], _pieces(walk, True)
+    ahead = plan.window > 1 or (K == 128 and unproven.asked_for())  # at width 64 there are two programs at once
     halo, by_hand = (None, None), (None, None, None)  # no pair is in two chunks, and gradients go out by descriptors
     if plan.window > 1:
         shared = pieces if walk.segments > 1 else 0
@@ -106,7 +108,7 @@ def backward(
         *(tiles(tensor, K) for tensor in (out.q, out.k, out.v)), by_hand[0], out.k, by_hand[1], *halo,
         given.beta, given.lam, out.beta, out.lam, weight, decay, by_hand[2],
         None if d_end is None else d_end.contiguous(), d_start, *walk.arguments[2:], float(plan.eps),
-        float(plan.floor), V=K, WINDOW=plan.window, BEFORE=plan.before, AHEAD=unproven.asked_for(), **given.widths,
+        float(plan.floor), V=K, WINDOW=plan.window, BEFORE=plan.before, AHEAD=ahead, **given.widths,
         **gate_flags(plan), num_warps=K // 16,
     )  # fmt: skip
     if plan.window > 1 and walk.segments > 1:
