@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastweight.kernels import unproven
+from fastweight.kernels import unproven, windows_rows
 from fastweight.kernels.geometry import Geometry
 from fastweight.kernels.launch import Gradients, Inputs, Plan, tables
 from fastweight.kernels.launch_hopper import available
@@ -22,8 +22,6 @@ from fastweight.kernels.launch_windows import (
     Measured,
     Turn,
     add_shared,
-    make_parts,
-    make_rows,
     measure,
     shared_room,
     turns_of,
@@ -99,13 +97,31 @@ def forward(
     for turn in turns:
         measure(plan, given, where, block, turn, found, True)
         writes, reads = kept.maps[:, turn.first :]
-        make_parts(plan, given, where, block, turn, found, (reads, writes), None)
+        _maps(plan, given, where, block, turn, found, reads, writes, None)
     slots = (None, None) if kept.slots is None else (kept.slots[0], kept.slots[1])
     _walk(
         hopper_windows.forward, plan, given, where, block, given.v, found.decay, *_plane(kept),
         None if state0 is None else state0.contiguous(), o, *slots, states, state1,
     )  # fmt: skip
     return found
+
+
+def _maps(
+    plan: Plan, given: Inputs, where: Geometry, block: Block, turn: Turn, found: Measured, reads: Tensor | None,
+    writes: Tensor | None, rows: Tensor | None,
+) -> None:  # fmt: skip
+    """Maps of a turn's parts: of reads and writes, or where given of rows, forth and back."""
+    H, place = given.v.shape[2], (turn.first, *tables(where))
+    named = {"H": H, "PART": block.part, "ROWS": ROWS, "BEFORE": plan.before, **block.flags, "num_warps": 1}
+    measures = found.gram, found.reads, found.weight
+    start(
+        windows_rows.forth, (turn.blocks * PARTS, H),
+        *measures, found.facts, reads, writes, None if rows is None else rows[0], *place, **named,
+    )  # fmt: skip
+    if rows is not None:
+        start(
+            windows_rows.back, (turn.blocks * PARTS, H), *measures, found.decay, found.facts, rows[1], *place, **named
+        )
 
 
 def _plane(kept: Kept) -> tuple[Tensor, int]:
@@ -135,8 +151,7 @@ def backward(
     shared = shared_room(where, given, D)
     for turn in turns:
         measure(plan, given, where, block, turn, found, False)
-        make_parts(plan, given, where, block, turn, found, room.maps, room.rows[0])
-        make_rows(plan, given, where, block, turn, found, room.rows[1])
+        _maps(plan, given, where, block, turn, found, None, None, room.rows)
         chosen = slice(turn.first, turn.first + turn.blocks)
         slots = [tensor[chosen] for tensor in (*kept.slots, *pulled)]
         _tokens(plan, given, where, block, turn, found, d_o, states, slots, room, read, shared, out)
@@ -145,9 +160,8 @@ def backward(
 
 
 class Scratch(NamedTuple):
-    """What is made on the way for some blocks of every head: maps and rows of parts, M, dG, d(Q X^T), what passes."""
+    """What is made on the way for some blocks of every head: B and H of parts, M, dG, d(Q X^T), what passes."""
 
-    maps: Tensor
     rows: Tensor
     met: Tensor
     d_gram: Tensor
@@ -160,7 +174,7 @@ class Scratch(NamedTuple):
         parts = blocks * block.parts
         square = blocks, H, PAIRS, PAIRS
         return cls(
-            v.new_empty(2, parts, H, HELD, SIDES), v.new_empty(2, parts, H, ROWS, SIDES),
+            v.new_empty(2, parts, H, ROWS, SIDES),
             v.new_empty(parts, H, SIDES, SIDES, dtype=wide), v.new_empty(square), v.new_empty(square),
             v.new_empty(blocks, H, HELD, dtype=wide),
         )  # fmt: skip

@@ -151,8 +151,8 @@ def _room_for_parts(given: Inputs, block: Block, turns: list[Turn], dtype: torch
     return given.v.new_empty(2, count * block.parts, given.v.shape[2], *shape, dtype=dtype)
 
 
-def make_parts(plan, given, where, block, turn: Turn, found: Measured, maps: Any, rows: Tensor | None) -> None:
-    """Maps of reads and of writes of parts (two tensors); and where given those of their rows."""
+def _parts(plan, given, where, block, turn: Turn, found: Measured, maps: Tensor, rows: Tensor | None) -> None:
+    """Maps of reads and of writes of parts; and where given those of their rows."""
     start(
         windows_parts.part_maps, (turn.blocks * block.parts, given.v.shape[2]),
         found.gram, found.reads, found.weight, found.facts, maps[0], maps[1], rows, turn.first, *tables(where),
@@ -169,7 +169,7 @@ def _join(plan: Plan, given: Inputs, where: Geometry, block: Block, maps: Tensor
     columns = 4096 // block.slots  # of a map at a time, so that what is held of them fits into two warps
     for turn in turns:
         measure(plan, given, where, block, turn, found, True)
-        make_parts(plan, given, where, block, turn, found, parts, None)
+        _parts(plan, given, where, block, turn, found, parts, None)
         start(
             windows_parts.join, (turn.blocks, H, 2 * PAIRS // columns),
             found.gram, found.reads, found.decay, parts[0], parts[1], maps[0], maps[1], turn.first, *tables(where),
@@ -287,8 +287,12 @@ def _rest(plan, given, where, block, known: tuple[Tensor, ...], d_o, states, out
     for turn in turns:
         place = turn.first, *tables(where)
         measure(plan, given, where, block, turn, found, False)
-        make_parts(plan, given, where, block, turn, found, maps, rows)
-        make_rows(plan, given, where, block, turn, found, rows_back)
+        _parts(plan, given, where, block, turn, found, maps, rows)
+        start(
+            windows_parts.part_rows, (turn.blocks * block.parts, H),
+            found.gram, found.reads, found.weight, found.decay, found.facts, rows_back, *place,
+            ROWS=ROWS, **common, num_warps=1,
+        )  # fmt: skip
         start(
             windows_gradient.sweep, (turn.blocks, H),
             given.q, given.k, given.v, d_o, given.key0, given.has_key, given.unmasked, found.gram, found.reads,
@@ -310,15 +314,6 @@ def _rest(plan, given, where, block, known: tuple[Tensor, ...], d_o, states, out
         )  # fmt: skip
     if turns:
         add_shared(plan, given, where, block, shared, out)
-
-
-def make_rows(plan, given, where, block, turn: Turn, found: Measured, rows_back: Tensor) -> None:
-    """Maps of the rows of parts in reverse."""
-    start(
-        windows_parts.part_rows, (turn.blocks * block.parts, given.v.shape[2]),
-        found.gram, found.reads, found.weight, found.decay, found.facts, rows_back, turn.first, *tables(where),
-        H=given.v.shape[2], PART=block.part, ROWS=ROWS, BEFORE=plan.before, **block.flags, num_warps=1,
-    )  # fmt: skip
 
 
 def add_shared(plan: Plan, given: Inputs, where: Geometry, block: Block, shared: Tensor, out: Gradients) -> None:

@@ -146,7 +146,7 @@ def part_maps(
 
 
 @triton.jit
-def _reads_of(seen, g, c, at, t, p, PART: tl.constexpr, PAIRS: tl.constexpr, BEFORE: tl.constexpr):
+def reads_of(seen, g, c, at, t, p, PART: tl.constexpr, PAIRS: tl.constexpr, BEFORE: tl.constexpr):
     """How pair p at time t is read by every later token: decay .* (Q X^T)[., p] over the columns of dO."""
     keep = (c > t if BEFORE else c >= t) & (c < PART)
     return tl.load(seen + c * PAIRS + p, mask=keep, other=0.0) * tl.exp2(tl.where(keep, g - at, float("-inf")))
@@ -184,7 +184,7 @@ def part_rows(
     inner = ()  # G within the window, row by row up to the diagonal
     end = tl.load(decay + line + tl.minimum(high, PART) - 1)
     for a in tl.static_range(WINDOW):
-        read = _reads_of(seen, g, c, end, PART - 1, PART - 1 + a, PART, PAIRS, BEFORE)
+        read = reads_of(seen, g, c, end, PART - 1, PART - 1 + a, PART, PAIRS, BEFORE)
         window = window + (tl.where(c == HELD + PART - 1 + a, 1.0, 0.0) + read,)
         live = live + (zero,)
         for b in tl.static_range(a + 1):
@@ -201,7 +201,7 @@ def part_rows(
         new = tl.maximum(t - 1, 0)  # before the first token there is no other
         at = tl.load(decay + line + tl.minimum(new + 1, high) - 1)
         enter = tl.where(c == new + HELD, tl.exp2(end - at), 0.0)
-        enter += _reads_of(seen, g, c, at, new, new, PART, PAIRS, BEFORE)
+        enter += reads_of(seen, g, c, at, new, new, PART, PAIRS, BEFORE)
         kept = ()
         for p in tl.static_range(PART):
             kept = kept + (tl.where(t == p, wrote[WINDOW - 1], z[p] * carry),)
