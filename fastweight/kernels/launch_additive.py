@@ -160,7 +160,7 @@ def backward(plan, d_o, d_state1, q, k, v, beta, lam, key0, has_key, mask, cu_se
         engine.backward_state(plan, given, walk, decay, d_o, None, pieces, None)
         d_state1 = _join(plan, walk, decay, pieces, d_state1, reverse=True)
     if at_once:
-        steps = weight, decay, fold(plan, where, weight, decay)
+        steps = weight, decay, fold(plan, where, weight, decay) if plan.window > 1 else None
         launch_hopper_additive.backward(plan, given, walk, steps, states, d_o, d_state1, pieces, out)
     elif where.sequences and H:
         engine.backward_state(plan, given, walk, decay, d_o, d_state1, pieces, out.states)

@@ -87,7 +87,7 @@ def takes_backward(plan: Plan, given: Inputs) -> bool:
 
 
 def backward(
-    plan: Plan, given: Inputs, walk: Walk, steps: tuple[Tensor, Tensor, Tensor], states: Tensor, d_o: Tensor,
+    plan: Plan, given: Inputs, walk: Walk, steps: tuple[Tensor, Tensor, Tensor | None], states: Tensor, d_o: Tensor,
     d_end: Tensor | None, d_start: Tensor | None, out: Gradients,
 ) -> None:  # fmt: skip
     """Fills all gradients of tokens, and d_start if given; steps as in `forward`, states of chunks."""
