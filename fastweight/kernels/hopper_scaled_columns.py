@@ -152,6 +152,10 @@ def forward(
             fades = gl.where(r == t, kept[None, :], fades)
         rate = eta * reciprocal(fades)
         s_kept.store(kept)
+        soon = tokens_of(
+            lam, energies, has_key, unmasked, previous, line + b * 16 + 16, first + 16, -b * 16 - 16, high - 16, n, h,
+            H, SHIFT, False,
+        )  # fmt: skip
         landed()
         copy_block(
             rings, stage_after(stage_after(stage)), q, k, v, beta, previous, first + 32, -b * 16 - 32, high - 32, h, kh,
@@ -183,10 +187,6 @@ def forward(
         if residual is not None:
             store_columns(residual, y, first, high, h, H, D)
         stage = stage_after(stage)
-        soon = tokens_of(
-            lam, energies, has_key, unmasked, previous, line + b * 16 + 16, first + 16, -b * 16 - 16, high - 16, n, h,
-            H, SHIFT, False,
-        )  # fmt: skip
         prepare(
             keys, stage, 1 - now, shelves, soon, energies, key0, previous, line + b * 16 + 16, first + 16,
             -b * 16 - 16, high - 16, n, h, kh, eps, floor, H, KH, D, SHIFT, SCALED, DIRECT, BEFORE, False,

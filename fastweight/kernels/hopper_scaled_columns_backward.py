@@ -159,6 +159,11 @@ def backward_state(
             rings, stage_after(stage_after(stage)), q, k, d_o, beta, previous, first - 32, start, end, h, kh,
             H, KH, D, SHIFT,
         )  # fmt: skip
+        begins, ends_at = block_ends(16 - b * 16, high + 16)
+        soon = tokens_of(
+            lam, energies, has_key, unmasked, previous, line + b * 16 - 16, first - 16, begins, ends_at, n, h,
+            H, SHIFT, True,
+        )  # fmt: skip
         felt = s_felt.permute((1, 0)).load(COLUMN)
         z = gl.zeros([16, D], gl.float32, COLUMN)
         for t in gl.static_range(15, -1, -1):
@@ -183,13 +188,9 @@ def backward_state(
             S1 = warpgroup_mma(s_reads, keys[1].index(2 * stage + 1), S1, is_async=True)
         store_columns(d_u, do, first, high, h, H, D)
         stage = stage_after(stage)
-        start, end = block_ends(16 - b * 16, high + 16)
-        soon = tokens_of(
-            lam, energies, has_key, unmasked, previous, line + b * 16 - 16, first - 16, start, end, n, h, H, SHIFT, True
-        )
         prepare(
-            keys, stage, 1 - now, shelves, soon, energies, key0, previous, line + b * 16 - 16, first - 16, start, end,
-            n, h, kh, eps, floor, H, KH, D, SHIFT, SCALED, DIRECT, BEFORE, True,
+            keys, stage, 1 - now, shelves, soon, energies, key0, previous, line + b * 16 - 16, first - 16, begins,
+            ends_at, n, h, kh, eps, floor, H, KH, D, SHIFT, SCALED, DIRECT, BEFORE, True,
         )  # fmt: skip
         if PARTS == 2:
             S0, S1 = warpgroup_mma_wait(0, deps=(S0, S1))
