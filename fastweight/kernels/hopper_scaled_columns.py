@@ -193,7 +193,6 @@ def forward(
         )  # fmt: skip
         own = warpgroup_mma_wait(PARTS, deps=(own,))
         s_out.permute((1, 0)).store(((read + own) * s_fades.load(ONE)).to(dtype))
-        fence_async_shared()
         gl.thread_barrier()
         i = gl.arange(0, 16, gl.SliceLayout(1, OUT))[:, None]
         gl.store(rows_of(o, first, h, H, D, 0, D, OUT), s_out.load(OUT), mask=(i < high) & (i >= 0))
