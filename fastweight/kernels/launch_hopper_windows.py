@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastweight.kernels import unproven, windows_rows
+from fastweight.kernels import unproven
 from fastweight.kernels.geometry import Geometry
 from fastweight.kernels.launch import Gradients, Inputs, Plan, tables
 from fastweight.kernels.launch_hopper import available
@@ -111,16 +111,25 @@ def _maps(
     writes: Tensor | None, rows: Tensor | None,
 ) -> None:  # fmt: skip
     """Maps of a turn's parts: of reads and writes, or where given of rows, forth and back."""
+    from fastweight.kernels import hopper_windows_maps
+
     H, place = given.v.shape[2], (turn.first, *tables(where))
     named = {"H": H, "PART": block.part, "ROWS": ROWS, "BEFORE": plan.before, **block.flags, "num_warps": 1}
     measures = found.gram, found.reads, found.weight
     start(
-        windows_rows.forth, (turn.blocks * PARTS, H),
+        hopper_windows_maps.forth, (turn.blocks * PARTS, H),
         *measures, found.facts, reads, writes, None if rows is None else rows[0], *place, **named,
     )  # fmt: skip
     if rows is not None:
         start(
-            windows_rows.back, (turn.blocks * PARTS, H), *measures, found.decay, found.facts, rows[1], *place, **named
+            hopper_windows_maps.back,
+            (turn.blocks * PARTS, H),
+            *measures,
+            found.decay,
+            found.facts,
+            rows[1],
+            *place,
+            **named,
         )
 
 
