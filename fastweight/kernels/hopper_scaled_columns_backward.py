@@ -1,8 +1,9 @@
 """Regression with a gain per value column on Hopper, the way back where columns forget little.
 
 The mathematics is in hopper_scaled_columns.py. A thread has 128 numbers of the state at width 128, so what else lives
-at the same time is counted: half of the state is made 16 bits wide at a time, and the least carries are written where
-nobody reads them, because the compiler would else keep all carries to compare them later.
+at the same time is counted: half of the state is made 16 bits wide at a time, decays are put aside meanwhile, and the
+least carries are written where nobody reads them, because the compiler would else keep all carries to compare them
+later.
 """
 
 # pyright: basic, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
@@ -80,6 +81,8 @@ def backward_state(
     s_reads = gl.allocate_shared_memory(dtype, [D, 16], SHORT)
     s_written = gl.allocate_shared_memory(dtype, [D, 16], SHORT)
     s_state = gl.allocate_shared_memory(dtype, [64, D], SHARED)
+    if PARTS == 2:
+        s_fades = gl.allocate_shared_memory(gl.float32, [D, 16], STRIPS_ONE)
     stage = count * 0
     at = (count - 1) * 16
     copy_block(rings, stage, q, k, d_o, beta, previous, begin + at, -at, size - at, h, kh, H, KH, D, SHIFT)
@@ -137,6 +140,8 @@ def backward_state(
         least = gl.minimum(least, gl.min(carry, axis=0))
         s_least.store(least)
         s_kept.store(passed)
+        if PARTS == 2:  # put aside while the state needs the registers
+            s_fades.permute((1, 0)).store(fades)
         s_reads.permute((1, 0)).store(do.to(dtype))
         fence_async_shared()
         gl.thread_barrier()
@@ -165,6 +170,8 @@ def backward_state(
             H, SHIFT, True,
         )  # fmt: skip
         felt = s_felt.permute((1, 0)).load(COLUMN)
+        if PARTS == 2:
+            fades = s_fades.permute((1, 0)).load(COLUMN)
         z = gl.zeros([16, D], gl.float32, COLUMN)
         for t in gl.static_range(15, -1, -1):
             d_write = _row(fades, r, t) * _row(felt, r, t)
