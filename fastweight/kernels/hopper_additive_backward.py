@@ -50,10 +50,12 @@ from fastweight.kernels.hopper_additive_sums import (
     head_offsets,
     keep_numbers,
     load_gates,
+    numbers_of,
     put_edges,
     put_gates,
     put_sums,
     steps_and_energies,
+    sums_of,
     total_of,
 )
 from fastweight.kernels.hopper_additive_windows import (
@@ -158,7 +160,13 @@ def backward(
     before = gl.allocate_shared_memory(gl.bfloat16, [1, 64, 64], square)
     if EARLY:
         crossings = gl.allocate_shared_memory(gl.bfloat16, [1, 64, 64], square)
-    numbers = gl.allocate_shared_memory(gl.float32, [6, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    if AHEAD:
+        numbers = numbers_of()
+        added = sums_of(WIDE, num_warps)
+        per_warp = added[5].index(0)
+        shares = added[6].index(0)
+    else:
+        numbers = gl.allocate_shared_memory(gl.float32, [6, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     if WINDOW > 1:
         lately = gl.allocate_shared_memory(gl.float32, [2, 64, 4], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
         beside = gl.allocate_shared_memory(gl.float32, [WIDE, 64, 4], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
@@ -175,7 +183,7 @@ def backward(
     i = gl.arange(0, 64, layout=flat)
     token = i if WINDOW == 1 else gl.arange(0, 64, layout=each)
     soon, near = _load(weight, decay, sums, line, slot, at, length - at, i, WINDOW, BEFORE, num_warps)
-    g_last = keep_numbers(numbers, 0, soon, BEFORE or WINDOW > 1)
+    g_last = keep_numbers(numbers, 0, soon, BEFORE or WINDOW > 1, AHEAD)
     if WINDOW > 1:
         lately.index(0).store(near)
     if not AHEAD and count > 1:
@@ -203,7 +211,7 @@ def backward(
         carry = gl.exp2(g_last)
         if not AHEAD:
             tma.store_wait(0)
-            next_last = keep_numbers(numbers, (c + 1) & 1, soon, BEFORE)
+            next_last = keep_numbers(numbers, (c + 1) & 1, soon, BEFORE, AHEAD)
         if WINDOW > 1:
             high = gl.minimum(high, STRIDE)
         if not AHEAD:
@@ -233,18 +241,21 @@ def backward(
             put_diagonals(beside, p * dp, distance_in(pairs), WINDOW, BEFORE, WIDE)
         distance = distance_in(pairs)
         reads = distance > 0 if BEFORE else distance >= 0
-        power = down(numbers, c & 1, READ_DECAY, pairs)[:, None] - across(numbers, c & 1, DECAY, pairs)[None, :]
+        power = down(numbers, c & 1, READ_DECAY, pairs, AHEAD)[:, None] - across(numbers, c & 1, DECAY, pairs, AHEAD)[None, :]
         felt = fade(reads, power)
-        seen = felt * across(numbers, c & 1, STEP, pairs)[None, :]
+        seen = felt * across(numbers, c & 1, STEP, pairs, AHEAD)[None, :]
         if WINDOW > 1:
             seen = with_near(seen, distance, lately, c & 1, WINDOW, BEFORE)
         low_p.store((p * seen).to(dtype))
         low_dp.store((dp * seen).to(dtype))
         felt = p * dp * felt
         d_w = by_warps(felt, 4)
-        felt_low = (felt * across(numbers, c & 1, STEP, pairs)[None, :]).to(gl.bfloat16)
+        felt_low = (felt * across(numbers, c & 1, STEP, pairs, AHEAD)[None, :]).to(gl.bfloat16)
         if not AHEAD or WINDOW > 1:
             through = _overlap(S, dS, num_warps)
+        if AHEAD:
+            put_sums(added, OF_STEPS, d_w, AHEAD)
+            per_warp.store(through)
         fence_async_shared()
         d_q, d_y = warpgroup_mma_wait(0, deps=(d_q, d_y))
         # Behind this barrier the state has been read, and the scores are there.
@@ -260,14 +271,17 @@ def backward(
         # felt[t, s]: how the loss depends on D[t, s]; times `before`, on all that decays at s and is read at t.
         crossing.store(felt_low)
         fence_async_shared()
-        d_q *= gl.exp2(down(numbers, c & 1, READ_DECAY, tile))[:, None]
+        d_q *= gl.exp2(down(numbers, c & 1, READ_DECAY, tile, AHEAD))[:, None]
         row_read = by_warps(d_q * q.load(tile).to(gl.float32), WIDE)
         d_q = warpgroup_mma(low_dp, x, d_q, is_async=True)
-        last_of = gl.exp2(g_last - down(numbers, c & 1, DECAY, tile))
+        last_of = gl.exp2(g_last - down(numbers, c & 1, DECAY, tile, AHEAD))
         met = by_warps(d_y * y.load(tile).to(gl.float32), WIDE)
-        kept = last_of * down(numbers, c & 1, STEP, tile)
+        if AHEAD:
+            put_sums(added, OF_READS, row_read, AHEAD)
+            put_sums(added, OF_WRITES, met, AHEAD)
+        kept = last_of * down(numbers, c & 1, STEP, tile, AHEAD)
         d_y = warpgroup_mma(low_p.permute((1, 0)), do, d_y * kept[:, None], is_async=True)
-        read = q.permute((1, 0)).load(tall).to(gl.float32) * gl.exp2(across(numbers, c & 1, READ_DECAY, tall))[None, :]
+        read = q.permute((1, 0)).load(tall).to(gl.float32) * gl.exp2(across(numbers, c & 1, READ_DECAY, tall, AHEAD))[None, :]
         read = gl.convert_layout(read.to(dtype), gl.DotOperandLayout(0, tall, 2))
         dS = warpgroup_mma(read, do, dS * carry, is_async=True)
         d_x, d_q, d_y = warpgroup_mma_wait(1, deps=(d_x, d_q, d_y))
@@ -291,15 +305,18 @@ def backward(
                 left = length - ahead
                 soon, near = _load(weight, decay, sums, line, after, ahead, left, i, WINDOW, BEFORE, num_warps)
         felt = warpgroup_mma(crossing, before.index(nil()).permute((1, 0)), no_pairs, use_acc=False, is_async=True)
-        added = low_p  # nobody needs those scores from here on
-        put_sums(added, OF_STEPS, d_w)
-        put_sums(added, OF_READS, row_read)
-        put_sums(added, OF_WRITES, met)
-        per_warp = added._reinterpret(gl.float32, [2048 // num_warps, num_warps], LINE)
-        per_warp.index(OF_STATES * 64 // num_warps).store(through)
+        if not AHEAD:
+            added = low_p  # nobody needs those scores from here on
+            put_sums(added, OF_STEPS, d_w, AHEAD)
+            put_sums(added, OF_READS, row_read, AHEAD)
+            put_sums(added, OF_WRITES, met, AHEAD)
+            per_warp = added._reinterpret(gl.float32, [2048 // num_warps, num_warps], LINE)
+            per_warp = per_warp.index(OF_STATES * 64 // num_warps)
+            shares = added._reinterpret(gl.float32, [32, 64], LINE).index(SHARE)
+            per_warp.store(through)
         if ENERGY:
             low_x = x.load(tile).to(gl.float32)
-            put_sums(added, OF_ENERGY, by_warps(low_x * low_x, WIDE))
+            put_sums(added, OF_ENERGY, by_warps(low_x * low_x, WIDE), AHEAD)
         if AHEAD:
             s_dq.reshape([64, K]).store(d_q.to(dtype))
             s_dy.reshape([64, V]).store(d_y.to(dtype))
@@ -314,7 +331,7 @@ def backward(
                   num_warps)  # fmt: skip
         every: gl.constexpr = gl.BlockedLayout([num_warps], [32], [num_warps], [0])
         if AHEAD:
-            d_w, energy = steps_and_energies(added, numbers, c & 1, g_last, WIDE, ENERGY, each)
+            d_w, energy = steps_and_energies(added, numbers, c & 1, g_last, WIDE, ENERGY, each, AHEAD)
             inside = 0.0
             if WINDOW > 1:
                 d_w, inside = of_steps(beside, d_w, weight, decay, line, at, high, token, WINDOW, BEFORE, num_warps)
@@ -325,17 +342,17 @@ def backward(
         felt, d_x, dS = warpgroup_mma_wait(0, deps=(felt, d_x, dS))
         distance = distance_in(pairs)
         reads = distance > 0 if BEFORE else distance >= 0
-        row_read = total_of(added, OF_READS, WIDE, gl.SliceLayout(1, pairs))
-        written = total_of(added, OF_WRITES, WIDE, gl.SliceLayout(1, pairs)) * down(numbers, c & 1, STEP, pairs)
-        written *= gl.exp2(g_last - down(numbers, c & 1, DECAY, pairs))
+        row_read = total_of(added, OF_READS, WIDE, gl.SliceLayout(1, pairs), AHEAD)
+        written = total_of(added, OF_WRITES, WIDE, gl.SliceLayout(1, pairs), AHEAD) * down(numbers, c & 1, STEP, pairs, AHEAD)
+        written *= gl.exp2(g_last - down(numbers, c & 1, DECAY, pairs, AHEAD))
         felt = gl.where(reads, felt + row_read[:, None], 0.0) + gl.where(distance < 0, written[:, None], 0.0)
-        put_sums(added, OF_DECAYS, by_warps(felt, 4))
-        through = gl.sum(per_warp.index(OF_STATES * 64 // num_warps).load(every), axis=0)
-        d_log = total_of(added, OF_DECAYS, 4, each) + through * carry
+        put_sums(added, OF_DECAYS, by_warps(felt, 4), AHEAD)
+        through = gl.sum(per_warp.load(every), axis=0)
+        d_log = total_of(added, OF_DECAYS, 4, each, AHEAD) + through * carry
         if AHEAD:
             d_log += inside
         else:
-            d_w, energy = steps_and_energies(added, numbers, c & 1, g_last, WIDE, ENERGY, each)
+            d_w, energy = steps_and_energies(added, numbers, c & 1, g_last, WIDE, ENERGY, each, AHEAD)
         share = put_gates(
             given, d_beta, d_lam, token, high, first, h + nil(), d_w, d_log, energy, eps, floor, H, RAW, SCALED,
             DIRECT, LIVE,
@@ -343,12 +360,11 @@ def backward(
         if WINDOW > 1:
             share = window_up_to(share * part, token, WINDOW)
         if SHARES:
-            lines = added._reinterpret(gl.float32, [32, 64], LINE)
-            lines.index(SHARE).store(share)
-            share = lines.index(SHARE).load(gl.SliceLayout(1, tile))
+            shares.store(share)
+            share = shares.load(gl.SliceLayout(1, tile))
             d_x += 2 * share[:, None] * x.load(tile).to(gl.float32)
         if AHEAD:
-            next_last = keep_numbers(numbers, (c + 1) & 1, soon, BEFORE or WINDOW > 1)
+            next_last = keep_numbers(numbers, (c + 1) & 1, soon, BEFORE or WINDOW > 1, AHEAD)
             s_dx = key_tile[0].index(stage + nil())
         if WINDOW > 1:
             lately.index((c + 1) & 1).store(near)

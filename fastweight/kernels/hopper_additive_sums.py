@@ -29,23 +29,41 @@ READ_DECAY = gl.constexpr(2)  # as the read sees the state
 
 
 @gluon.jit
-def keep_numbers(numbers, at, loaded, BEFORE: gl.constexpr):
+def numbers_of():
+    """Room for the numbers of two chunks, each kind in memory of its own: the compiler lets nobody wait between them."""
+    a = gl.allocate_shared_memory(gl.float32, [2, 64], LINE)
+    b = gl.allocate_shared_memory(gl.float32, [2, 64], LINE)
+    c = gl.allocate_shared_memory(gl.float32, [2, 64], LINE)
+    return a, b, c
+
+
+@gluon.jit
+def row_of(numbers, at, WHICH: gl.constexpr, APART: gl.constexpr):
+    """One kind of a chunk's numbers; APART: of those that `numbers_of` made, else of six rows that are one memory."""
+    if APART:
+        return numbers[WHICH].index(at)
+    else:
+        return numbers.index(at * 3 + WHICH)
+
+
+@gluon.jit
+def keep_numbers(numbers, at, loaded, BEFORE: gl.constexpr, APART: gl.constexpr):
     """Keeps the numbers of a chunk; returns the decay to its end."""
     a, g, before, g_last = loaded
-    numbers.index(at * 3 + STEP).store(a)
-    numbers.index(at * 3 + DECAY).store(g)
-    numbers.index(at * 3 + READ_DECAY).store(before if BEFORE else g)
+    row_of(numbers, at, STEP, APART).store(a)
+    row_of(numbers, at, DECAY, APART).store(g)
+    row_of(numbers, at, READ_DECAY, APART).store(before if BEFORE else g)
     return g_last
 
 
 @gluon.jit
-def down(numbers, at, WHICH: gl.constexpr, layout: gl.constexpr):
-    return numbers.index(at * 3 + WHICH).load(gl.SliceLayout(1, layout))
+def down(numbers, at, WHICH: gl.constexpr, layout: gl.constexpr, APART: gl.constexpr):
+    return row_of(numbers, at, WHICH, APART).load(gl.SliceLayout(1, layout))
 
 
 @gluon.jit
-def across(numbers, at, WHICH: gl.constexpr, layout: gl.constexpr):
-    return numbers.index(at * 3 + WHICH).load(gl.SliceLayout(0, layout))
+def across(numbers, at, WHICH: gl.constexpr, layout: gl.constexpr, APART: gl.constexpr):
+    return row_of(numbers, at, WHICH, APART).load(gl.SliceLayout(0, layout))
 
 
 @gluon.jit
@@ -58,35 +76,65 @@ def by_warps(tile, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def put_sums(room, WHICH: gl.constexpr, sums):
-    """Keeps what `by_warps` made."""
-    if sums.shape[1] == 64:
+def sums_of(WIDE: gl.constexpr, WARPS: gl.constexpr):
+    """Room for sums, each kind in memory of its own; the last two are of OF_STATES and SHARE."""
+    whole: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    steps = gl.allocate_shared_memory(gl.float32, [4, 64], whole)
+    decays = gl.allocate_shared_memory(gl.float32, [4, 64], whole)
+    reads = gl.allocate_shared_memory(gl.float32, [WIDE, 64], whole)
+    writes = gl.allocate_shared_memory(gl.float32, [WIDE, 64], whole)
+    energies = gl.allocate_shared_memory(gl.float32, [WIDE, 64], whole)
+    states = gl.allocate_shared_memory(gl.float32, [1, WARPS], LINE)
+    share = gl.allocate_shared_memory(gl.float32, [1, 64], LINE)
+    return steps, decays, reads, writes, energies, states, share
+
+
+@gluon.jit
+def _place(room, WHICH: gl.constexpr):
+    return room[WHICH // 4 if WHICH < OF_READS else WHICH // 2 - 2]
+
+
+@gluon.jit
+def put_sums(room, WHICH: gl.constexpr, sums, APART: gl.constexpr):
+    """Keeps what `by_warps` made. APART: in what `sums_of` made, else in any one memory."""
+    WARPS: gl.constexpr = sums.shape[1]
+    if APART:
+        place = _place(room, WHICH)
+        if WARPS != 64:
+            place = place.permute((1, 0))
+        place.store(sums)
+    elif WARPS == 64:
         view = room._reinterpret(gl.float32, [8, 4, 64], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
         view.index(WHICH // 4).store(sums)
     else:
-        WARPS: gl.constexpr = sums.shape[1]
         view = room._reinterpret(gl.float32, [32 // WARPS, WARPS, 64], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
         view.index(WHICH // WARPS).permute((1, 0)).store(sums)
 
 
 @gluon.jit
-def total_of(room, WHICH: gl.constexpr, COUNT: gl.constexpr, layout: gl.constexpr):
+def total_of(room, WHICH: gl.constexpr, COUNT: gl.constexpr, layout: gl.constexpr, APART: gl.constexpr):
     """What they add up to, once all warps have met."""
-    lines = room._reinterpret(gl.float32, [32, 64], LINE)
-    total = lines.index(WHICH).load(layout)
+    AT: gl.constexpr = 0 if APART else WHICH
+    if APART:
+        lines = _place(room, WHICH)._reinterpret(gl.float32, [COUNT, 64], LINE)
+    else:
+        lines = room._reinterpret(gl.float32, [32, 64], LINE)
+    total = lines.index(AT).load(layout)
     for warp in gl.static_range(1, COUNT):
-        total += lines.index(WHICH + warp).load(layout)
+        total += lines.index(AT + warp).load(layout)
     return total
 
 
 @gluon.jit
-def steps_and_energies(room, numbers, at, g_last, WIDE: gl.constexpr, ENERGY: gl.constexpr, layout: gl.constexpr):
+def steps_and_energies(
+    room, numbers, at, g_last, WIDE: gl.constexpr, ENERGY: gl.constexpr, layout: gl.constexpr, APART: gl.constexpr,
+):  # fmt: skip
     """Gradients of steps, and energies if asked for, once all warps have met."""
-    met = total_of(room, OF_WRITES, WIDE, layout) * gl.exp2(g_last - numbers.index(at * 3 + DECAY).load(layout))
-    d_w = total_of(room, OF_STEPS, 4, layout) + met
+    met = total_of(room, OF_WRITES, WIDE, layout, APART) * gl.exp2(g_last - row_of(numbers, at, DECAY, APART).load(layout))
+    d_w = total_of(room, OF_STEPS, 4, layout, APART) + met
     energy = d_w
     if ENERGY:
-        energy = total_of(room, OF_ENERGY, WIDE, layout)
+        energy = total_of(room, OF_ENERGY, WIDE, layout, APART)
     return d_w, energy
 
 
