@@ -95,7 +95,7 @@ def forward(
     found = Measured.of(given, block, turns)
     kept = Kept.of(flat, given.v, where.slots, block)
     for turn in turns:
-        measure(plan, given, where, block, turn, found, True)
+        measure(plan, given, where, block, turn, found, True, True)
         writes, reads = kept.maps[:, turn.first :]
         _maps(plan, given, where, block, turn, found, reads, writes, None)
     slots = (None, None) if kept.slots is None else (kept.slots[0], kept.slots[1])
@@ -159,7 +159,7 @@ def backward(
     read = torch.empty_like(found.decay)
     shared = shared_room(where, given, D)
     for turn in turns:
-        measure(plan, given, where, block, turn, found, False)
+        measure(plan, given, where, block, turn, found, False, True)
         _maps(plan, given, where, block, turn, found, None, None, room.rows)
         chosen = slice(turn.first, turn.first + turn.blocks)
         slots = [tensor[chosen] for tensor in (*kept.slots, *pulled)]

@@ -123,10 +123,12 @@ def measure(
     base, cu, chunk_seq, chunk_start, length, chunks, tokens, eps, floor,
     H: tl.constexpr, KH: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, WINDOW: tl.constexpr, TOKENS: tl.constexpr,
     PAIRS: tl.constexpr, SHIFT: tl.constexpr, SCALED: tl.constexpr, DIRECT: tl.constexpr, DOT: tl.constexpr,
+    NEAR: tl.constexpr,
 ):  # fmt: skip
     """X X^T and Q X^T of one block of one head; where asked weights, cumulative log-decays and facts of its tokens.
 
     base: the first block that is asked for; what is kept of blocks, not of tokens, begins with it.
+    NEAR: 0, or tokens of a part, if only what meets within a part (16 pairs) is to be written.
     """
     h = tl.program_id(1)
     n, first, low, high = chunk_span(tl.program_id(0) + base, cu, chunk_seq, chunk_start, length, chunks, TOKENS)
@@ -146,8 +148,14 @@ def measure(
         p = tl.dot(qt, tl.trans(x), acc=p, input_precision=DOT)
     square = (tl.program_id(0).to(tl.int64) * H + h) * (PAIRS * PAIRS)
     at = t[:, None] * PAIRS + t[None, :]
-    tl.store(gram + square + at, g)
-    tl.store(reads + square + at, p)
+    if NEAR:
+        end = t // NEAR * NEAR + 16
+        near = (t[:, None] < end[None, :]) & (t[None, :] < end[:, None])
+        tl.store(gram + square + at, g, mask=near)
+        tl.store(reads + square + at, p, mask=near)
+    else:
+        tl.store(gram + square + at, g)
+        tl.store(reads + square + at, p)
     if facts is not None:
         tl.debug_barrier()
         entries = ()
