@@ -44,6 +44,8 @@ from fastweight.kernels.hopper_additive_sums import (
     SHARE,
     STEP,
     across,
+    announce,
+    bring,
     by_warps,
     distance_in,
     down,
@@ -241,7 +243,8 @@ def backward(
             put_diagonals(beside, p * dp, distance_in(pairs), WINDOW, BEFORE, WIDE)
         distance = distance_in(pairs)
         reads = distance > 0 if BEFORE else distance >= 0
-        power = down(numbers, c & 1, READ_DECAY, pairs, AHEAD)[:, None] - across(numbers, c & 1, DECAY, pairs, AHEAD)[None, :]
+        power = down(numbers, c & 1, READ_DECAY, pairs, AHEAD)[:, None]
+        power -= across(numbers, c & 1, DECAY, pairs, AHEAD)[None, :]
         felt = fade(reads, power)
         seen = felt * across(numbers, c & 1, STEP, pairs, AHEAD)[None, :]
         if WINDOW > 1:
@@ -259,11 +262,16 @@ def backward(
         fence_async_shared()
         d_q, d_y = warpgroup_mma_wait(0, deps=(d_q, d_y))
         # Behind this barrier the state has been read, and the scores are there.
+        if AHEAD and EARLY:
+            announce((states_desc,), state_bars, 0, c + 1 < count)
         gl.thread_barrier()
         q, x, y, do, S, s_dS, low_p, low_dp = _views(tiles, key_tile, value_tile, state_ring, room, scores, stage, K, V)
         ahead_state = ((slot - (c + 1) * H) * K, 0)
         if EARLY:
-            fetch((states_desc,), state_ring, state_bars, 0, (ahead_state,), c + 1 < count)
+            if AHEAD:
+                bring((states_desc,), state_ring, state_bars, 0, (ahead_state,), c + 1 < count)
+            else:
+                fetch((states_desc,), state_ring, state_bars, 0, (ahead_state,), c + 1 < count)
             crossing = crossings.index(nil())
         else:
             crossing = S._reinterpret(gl.bfloat16, [64, 64], square)
@@ -281,7 +289,8 @@ def backward(
             put_sums(added, OF_WRITES, met, AHEAD)
         kept = last_of * down(numbers, c & 1, STEP, tile, AHEAD)
         d_y = warpgroup_mma(low_p.permute((1, 0)), do, d_y * kept[:, None], is_async=True)
-        read = q.permute((1, 0)).load(tall).to(gl.float32) * gl.exp2(across(numbers, c & 1, READ_DECAY, tall, AHEAD))[None, :]
+        read = q.permute((1, 0)).load(tall).to(gl.float32)
+        read *= gl.exp2(across(numbers, c & 1, READ_DECAY, tall, AHEAD))[None, :]
         read = gl.convert_layout(read.to(dtype), gl.DotOperandLayout(0, tall, 2))
         dS = warpgroup_mma(read, do, dS * carry, is_async=True)
         d_x, d_q, d_y = warpgroup_mma_wait(1, deps=(d_x, d_q, d_y))
@@ -289,21 +298,25 @@ def backward(
         if AHEAD:
             if WINDOW == 1:
                 tma.store_wait(0)
+            wanted = (c > 0) & (c + 1 < count)
+            announce((v_desc,), value_bar, 0, c + 1 < count)
+            announce((k_desc,), key_bar, 1 - stage, wanted)
         else:
             s_dq.reshape([64, K]).store(d_q.to(dtype))
             s_dy.reshape([64, V]).store(d_y.to(dtype))
         gl.thread_barrier()
         ahead = at - STRIDE
-        fetch((v_desc,), value_tile, value_bar, 0, ((n, ahead - HALO, h * V),), c + 1 < count)
         if AHEAD:
+            bring((v_desc,), value_tile, value_bar, 0, ((n, ahead - HALO, h * V),), c + 1 < count)
             # The gradients of the chunk behind have left that place.
-            wanted = (c > 0) & (c + 1 < count)
-            fetch((k_desc,), key_tile, key_bar, 1 - stage, ((n, ahead - HALO - SHIFT, key_at),), wanted)
+            bring((k_desc,), key_tile, key_bar, 1 - stage, ((n, ahead - HALO - SHIFT, key_at),), wanted)
             given = load_gates(beta, lam, at, token, high, first, h + nil(), H, SHIFT, RAW)
             if c + 1 < count:
                 after = slot - (c + 1) * H
                 left = length - ahead
                 soon, near = _load(weight, decay, sums, line, after, ahead, left, i, WINDOW, BEFORE, num_warps)
+        else:
+            fetch((v_desc,), value_tile, value_bar, 0, ((n, ahead, h * V),), c + 1 < count)
         felt = warpgroup_mma(crossing, before.index(nil()).permute((1, 0)), no_pairs, use_acc=False, is_async=True)
         if not AHEAD:
             added = low_p  # nobody needs those scores from here on
@@ -343,7 +356,8 @@ def backward(
         distance = distance_in(pairs)
         reads = distance > 0 if BEFORE else distance >= 0
         row_read = total_of(added, OF_READS, WIDE, gl.SliceLayout(1, pairs), AHEAD)
-        written = total_of(added, OF_WRITES, WIDE, gl.SliceLayout(1, pairs), AHEAD) * down(numbers, c & 1, STEP, pairs, AHEAD)
+        written = total_of(added, OF_WRITES, WIDE, gl.SliceLayout(1, pairs), AHEAD)
+        written *= down(numbers, c & 1, STEP, pairs, AHEAD)
         written *= gl.exp2(g_last - down(numbers, c & 1, DECAY, pairs, AHEAD))
         felt = gl.where(reads, felt + row_read[:, None], 0.0) + gl.where(distance < 0, written[:, None], 0.0)
         put_sums(added, OF_DECAYS, by_warps(felt, 4), AHEAD)
@@ -370,13 +384,15 @@ def backward(
             lately.index((c + 1) & 1).store(near)
         s_dx.reshape([64, K]).store(d_x.to(dtype))
         fence_async_shared()
-        if AHEAD and WINDOW == 1:
-            tma.store_wait(0)
+        if AHEAD:
+            if WINDOW == 1:
+                tma.store_wait(0)
+            announce(descs, bars, stage, c + 2 < count)
         # Behind this barrier the products of all warps are done with the tiles, and the gradients are there.
         gl.thread_barrier()
         if AHEAD:
             ahead -= STRIDE
-            fetch(descs, tiles, bars, stage, ((n, ahead, key_at), (n, ahead, h * V)), c + 2 < count)
+            bring(descs, tiles, bars, stage, ((n, ahead, key_at), (n, ahead, h * V)), c + 2 < count)
         else:
             fetch(descs, tiles, bars, 0, ((n, ahead, key_at), (n, ahead, h * V)), c + 1 < count)
             fetch((k_desc,), key_tile, key_bar, 0, ((n, ahead - SHIFT, key_at),), c + 1 < count)

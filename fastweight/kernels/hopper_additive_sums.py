@@ -10,6 +10,7 @@ needs a sum adds up what they put. Names of rows and the algebra are those of ho
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from fastweight.kernels.gates import load_head, step_gradient
 from fastweight.kernels.hopper_parts import LINE, nil
@@ -30,7 +31,7 @@ READ_DECAY = gl.constexpr(2)  # as the read sees the state
 
 @gluon.jit
 def numbers_of():
-    """Room for the numbers of two chunks, each kind in memory of its own: the compiler lets nobody wait between them."""
+    """Room for the numbers of two chunks, each kind in memory of its own: no barriers come between them."""
     a = gl.allocate_shared_memory(gl.float32, [2, 64], LINE)
     b = gl.allocate_shared_memory(gl.float32, [2, 64], LINE)
     c = gl.allocate_shared_memory(gl.float32, [2, 64], LINE)
@@ -130,7 +131,8 @@ def steps_and_energies(
     room, numbers, at, g_last, WIDE: gl.constexpr, ENERGY: gl.constexpr, layout: gl.constexpr, APART: gl.constexpr,
 ):  # fmt: skip
     """Gradients of steps, and energies if asked for, once all warps have met."""
-    met = total_of(room, OF_WRITES, WIDE, layout, APART) * gl.exp2(g_last - row_of(numbers, at, DECAY, APART).load(layout))
+    met = total_of(room, OF_WRITES, WIDE, layout, APART)
+    met *= gl.exp2(g_last - row_of(numbers, at, DECAY, APART).load(layout))
     d_w = total_of(room, OF_STEPS, 4, layout, APART) + met
     energy = d_w
     if ENERGY:
@@ -185,6 +187,20 @@ def put_gates(
     if d_lam is not None:
         gl.store(d_lam + first * H + h + i * H, d_ridge, mask=i < high)
     return share
+
+
+@gluon.jit
+def announce(descs, bars, stage, wanted):
+    """First half of `fetch`: before the barrier that the copies wait for, so that the compiler adds none between."""
+    for t in gl.static_range(len(descs)):
+        mbarrier.expect(bars[t].index(stage), descs[t].block_type.nbytes, pred=wanted)
+
+
+@gluon.jit
+def bring(descs, rings, bars, stage, coords, wanted):
+    """The second half."""
+    for t in gl.static_range(len(descs)):
+        tma.async_copy_global_to_shared(descs[t], coords[t], bars[t].index(stage), rings[t].index(stage), pred=wanted)
 
 
 @gluon.jit
