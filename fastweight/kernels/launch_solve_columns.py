@@ -148,7 +148,7 @@ def backward_mild(plan, where, given, d_o, d_end, saved, out: Gradients) -> Tens
     from fastweight.kernels import (
         hopper_scaled_columns_backward,
         hopper_scaled_columns_gradient,
-        hopper_solve_columns,
+        hopper_solve_columns_backward,
         hopper_solve_columns_gradient,
     )
 
@@ -156,7 +156,7 @@ def backward_mild(plan, where, given, d_o, d_end, saved, out: Gradients) -> Tens
     H, D = given.v.shape[2:]
     kept = torch.empty(where.slots, H, D, dtype=torch.float32, device=given.v.device)
     wild = torch.empty(where.slots, H, dtype=torch.int8, device=given.v.device)
-    kernels = hopper_scaled_columns_backward.backward_state, hopper_solve_columns.backward_state
+    kernels = hopper_scaled_columns_backward.backward_state, hopper_solve_columns_backward.backward_state
     _walk(kernels, plan, given, where, d_o, energies, d_end, out.states, out.state0, out.v, kept, wild)
     quick = unproven.asked_for()
     module = hopper_scaled_columns_gradient if quick else hopper_solve_columns_gradient
