@@ -38,9 +38,8 @@ from fastweight.kernels.tiles import has_pair, source_rows
 EDGE = gl.constexpr(gl.BlockedLayout([1, 2], [4, 8], [4, 1], [1, 0]))
 TOKEN = gl.constexpr(gl.SliceLayout(1, EDGE.value))  # 8 threads have a token
 SHORT = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=32, element_bitwidth=16, rank=2))  # rows of 32 bytes
-WORDS = gl.constexpr(
-    gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
-)  # loads four tokens at once
+# Of gains in 32 bits: a load takes four tokens of a column at once.
+WORDS = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2))
 PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0]))
 
 

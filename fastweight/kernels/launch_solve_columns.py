@@ -1,7 +1,8 @@
 """Host side of the regression class with a gain per value column: allocates, launches solve_columns*.py.
 
 Calls that `fits_hopper` knows first take hopper_solve_columns*.py, which make everything but the gradients in chunks
-that forget much; the exact kernel follows for those.
+that forget much; the exact kernel follows for those. Where asked for, hopper_scaled_columns*.py come before: in
+bfloat16 the exact walks then do what columns that forget too much have left in vain.
 
 Saved for the backward pass: 4 bytes of key energy per token and key head, V elements of residual and K V / 64 of chunk
 states per token and value head. Couplings of neighbouring tokens are made again wherever they are needed.
