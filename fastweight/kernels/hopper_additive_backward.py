@@ -376,7 +376,9 @@ def backward(
         if SHARES:
             shares.store(share)
             share = shares.load(gl.SliceLayout(1, tile))
-            d_x += 2 * share[:, None] * x.load(tile).to(gl.float32)
+            if not AHEAD or WINDOW > 1:  # which leaves no registers to hold it since the energies
+                low_x = x.load(tile).to(gl.float32)
+            d_x += 2 * share[:, None] * low_x
         if AHEAD:
             next_last = keep_numbers(numbers, (c + 1) & 1, soon, BEFORE or WINDOW > 1, AHEAD)
             s_dx = key_tile[0].index(stage + nil())
