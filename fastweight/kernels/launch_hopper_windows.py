@@ -38,7 +38,7 @@ def fits(k: Tensor, v: Tensor, key0: Tensor | None, mask: Tensor | None, rebuild
     if v.dtype not in DTYPES or k.shape[3] != v.shape[3] or v.shape[3] not in (64, 128):
         return False
     around = key0 is not None or mask is not None or rebuild
-    return not around and 0 < v.numel() < 2**30 and unproven.asked_for() and available(v.device)
+    return not around and unproven.asked_for() and available(v.device) and 0 < v.numel() < 2**30
 
 
 class Kept(NamedTuple):
