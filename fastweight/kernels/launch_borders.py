@@ -199,12 +199,11 @@ def _walk_back_additive(plan: Plan, given: Inputs, walk: Walk, rates, saved, d_o
     engine, _ = launch_additive._engine(given, walk.where)
     at_once = engine is launch_additive.HOPPER and launch_hopper_additive.takes_backward(plan, given)
     out = Gradients(given, walk.where, False, 0 if at_once else None)
-    saved = (*rates[:2], *saved)
     if at_once:
-        launch_hopper_additive.backward(plan, given, walk, saved, d_o, ends, None, out)
+        launch_hopper_additive.backward(plan, given, walk, (*rates[:2], None), *saved, d_o, ends, None, out)
     else:
         engine.backward_state(plan, given, walk, rates[1], d_o, ends, None, out.states)
-        launch_additive._rest(plan, given, walk.where, d_o, saved, out)
+        launch_additive._rest(plan, given, walk.where, d_o, (*rates[:2], *saved), out)
     return out
 
 
