@@ -135,7 +135,7 @@ def test_operators_obey_the_library_rules():
 
 
 @interpreted
-def test_backward_returns_one_gradient_per_input_and_no_second_one(monkeypatch):
+def test_backward_returns_one_gradient_per_input(monkeypatch):
     """Of every input that has one and None for the others, whichever are given; through the dispatcher and without."""
     from fastweight.kernels import op
 
@@ -152,11 +152,20 @@ def test_backward_returns_one_gradient_per_input_and_no_second_one(monkeypatch):
         assert len(direct) == 2 + len(given)
         for name, value in direct.items():
             assert torch.equal(value, dispatched[name]), name
-    q = torch.randn(1, 3, 1, 4, requires_grad=True)
-    o, _ = dispatch.scan(q, q, q, None, None, fw.RULES["falcon-1"])
+
+
+@interpreted
+@pytest.mark.parametrize("name", ["falcon-1", "falcon-1a", "falcon-2", "falcon-3", "falcon-3a"])
+def test_nobody_differentiates_twice_without_a_word(name):
+    """The derivative of a gradient, or of a sum in which it is one share, is an error: never the other shares alone."""
+    q = torch.randn(1, 3, 1, 16, requires_grad=True)
+    v = torch.randn(1, 3, 1, 16, requires_grad=True)
+    beta = torch.rand(1, 3, 1, 16) if fw.RULES[name].gain == "column" else None
+    o, _ = dispatch.scan(q, q, v, beta, None, fw.RULES[name])
     (d_q,) = torch.autograd.grad(o.square().sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match="twice"):
-        d_q.sum().backward()
+    for loss in (d_q.sum(), d_q.sum() + q.square().sum() + v.sum()):
+        with pytest.raises(RuntimeError, match="no autograd formula was registered"):
+            torch.autograd.grad(loss, [q, v], retain_graph=True)
 
 
 @interpreted

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fastweight.kernels import (
     launch,
@@ -149,7 +148,9 @@ def _of_tensors(ctx, d_o, d_state1):
     q, k, v, beta, lam, key0, *rest = ctx.saved_tensors
     if d_o is None:
         d_o = torch.zeros_like(v)
-    backward: Any = _backward if nobody_listens() else scan_backward
+    # Whoever would differentiate again meets an error in the operator, which the plain function would leave out.
+    once = nobody_listens() and not torch.is_grad_enabled()
+    backward: Any = _backward if once else scan_backward
     d_q, d_k, d_v, d_beta, d_lam, d_state0, d_key0 = backward(
         d_o, d_state1, q, k, v, beta, lam, key0, *rest, *ctx.flags, ctx.has_state
     )
@@ -186,7 +187,6 @@ class _Eager(torch.autograd.Function):
         return output[:2]
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, d_o, d_state1):  # pyright: ignore[reportIncompatibleMethodOverride]
         return *_of_tensors(ctx, d_o, d_state1), None
 

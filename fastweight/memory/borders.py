@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fastweight.memory import fused
+from fastweight.memory.backward import exact_backward
 from fastweight.memory.inputs import Around, Inputs
 from fastweight.memory.rules import Rule
 from fastweight.memory.state import State
@@ -139,7 +140,7 @@ class _Attend(torch.autograd.Function):
         return results
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @exact_backward
     def backward(ctx, d_o, *d_last):  # type: ignore[override]
         from fastweight.kernels import launch, launch_borders
 
