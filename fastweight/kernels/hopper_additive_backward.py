@@ -56,9 +56,11 @@ from fastweight.kernels.hopper_additive_sums import (
     put_edges,
     put_gates,
     put_sums,
+    state_overlap,
     steps_and_energies,
     sums_of,
     total_of,
+    views,
 )
 from fastweight.kernels.hopper_additive_windows import (
     leave,
@@ -84,23 +86,6 @@ def _load(weight, decay, sums, line, slot, at, left, i,
         return load_rates(weight, decay, line, at, left, i, not BEFORE), ()
     else:
         return load_window(decay, sums, line, slot, at, left, i, WINDOW, BEFORE, WARPS)
-
-
-@gluon.jit
-def _views(tiles, key_tile, value_tile, state_ring, room, scores, stage, K: gl.constexpr, V: gl.constexpr):
-    """Tiles of q, x, y, dO, S, dS, P and dP, as found from here on: what was found before need not be remembered."""
-    q = tiles[0].index(nil() + stage).reshape([64, K])
-    x = key_tile[0].index(nil() + stage).reshape([64, K])
-    y = value_tile[0].index(nil()).reshape([64, V])
-    do = tiles[1].index(nil() + stage).reshape([64, V])
-    return q, x, y, do, state_ring[0].index(nil()), room.index(nil()), scores.index(nil()), scores.index(nil() + 1)
-
-
-@gluon.jit
-def _overlap(S, dS, WARPS: gl.constexpr):
-    """Sum of S .* dS [WARPS], each warp's own part."""
-    rows = gl.sum(S.load(dS.type.layout).to(gl.float32) * dS, axis=1)
-    return gl.sum(gl.reshape(rows, [WARPS, dS.shape[0] // WARPS]), axis=1)
 
 
 @gluon.jit(do_not_specialize=["length", "chunks", "tokens", "segments", "per_segment"])
@@ -200,7 +185,7 @@ def backward(
 
     for c in range(0, count):
         stage = c & 1 if AHEAD else 0
-        q, x, y, do, S, s_dS, low_p, low_dp = _views(tiles, key_tile, value_tile, state_ring, room, scores, stage, K, V)
+        q, x, y, do, S, s_dS, low_p, low_dp = views(tiles, key_tile, value_tile, state_ring, room, scores, stage, K, V)
         at = (last - c) * STRIDE
         high = length - at
         if not AHEAD:
@@ -237,7 +222,7 @@ def backward(
         d_y = warpgroup_mma(x, s_dS, no_tile, use_acc=False, is_async=True)
         if AHEAD and WINDOW == 1:  # with a window there are no registers for it yet
             dS = warpgroup_mma_wait(4, deps=(dS,))
-            through = _overlap(S, dS, num_warps)
+            through = state_overlap(S, dS, num_warps)
         p, dp = warpgroup_mma_wait(2, deps=(p, dp))
         if WINDOW > 1:
             put_diagonals(beside, p * dp, distance_in(pairs), WINDOW, BEFORE, WIDE)
@@ -255,7 +240,7 @@ def backward(
         d_w = by_warps(felt, 4)
         felt_low = (felt * across(numbers, c & 1, STEP, pairs, AHEAD)[None, :]).to(gl.bfloat16)
         if not AHEAD or WINDOW > 1:
-            through = _overlap(S, dS, num_warps)
+            through = state_overlap(S, dS, num_warps)
         if AHEAD:
             put_sums(added, OF_STEPS, d_w, AHEAD)
             per_warp.store(through)
@@ -265,7 +250,7 @@ def backward(
         if AHEAD and EARLY:
             announce((states_desc,), state_bars, 0, c + 1 < count)
         gl.thread_barrier()
-        q, x, y, do, S, s_dS, low_p, low_dp = _views(tiles, key_tile, value_tile, state_ring, room, scores, stage, K, V)
+        q, x, y, do, S, s_dS, low_p, low_dp = views(tiles, key_tile, value_tile, state_ring, room, scores, stage, K, V)
         ahead_state = ((slot - (c + 1) * H) * K, 0)
         if EARLY:
             if AHEAD:

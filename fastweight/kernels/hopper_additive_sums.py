@@ -1,4 +1,4 @@
-"""Of the one walk in reverse on Hopper: numbers of a chunk's tokens, sums over its rows, gradients of gates, edges.
+"""Of the one walk in reverse on Hopper: tiles, numbers of a chunk's tokens, sums over rows, gradients of gates, edges.
 
 Each warp sums up its own part of a tile and puts it into memory that nobody else needs; once all warps have met, who
 needs a sum adds up what they put. Names of rows and the algebra are those of hopper_additive_backward.py.
@@ -147,6 +147,23 @@ def distance_in(layout: gl.constexpr):
         "mov.b32 $0, $1;", "=r,r", [gl.arange(0, 64, gl.SliceLayout(1, layout))], dtype=gl.int32, is_pure=False, pack=1
     )
     return i[:, None] - gl.arange(0, 64, gl.SliceLayout(0, layout))[None, :]
+
+
+@gluon.jit
+def views(tiles, key_tile, value_tile, state_ring, room, scores, stage, K: gl.constexpr, V: gl.constexpr):
+    """Tiles of q, x, y, dO, S, dS, P and dP, as found from here on: what was found before need not be remembered."""
+    q = tiles[0].index(nil() + stage).reshape([64, K])
+    x = key_tile[0].index(nil() + stage).reshape([64, K])
+    y = value_tile[0].index(nil()).reshape([64, V])
+    do = tiles[1].index(nil() + stage).reshape([64, V])
+    return q, x, y, do, state_ring[0].index(nil()), room.index(nil()), scores.index(nil()), scores.index(nil() + 1)
+
+
+@gluon.jit
+def state_overlap(S, dS, WARPS: gl.constexpr):
+    """Sum of S .* dS [WARPS], each warp's own part."""
+    rows = gl.sum(S.load(dS.type.layout).to(gl.float32) * dS, axis=1)
+    return gl.sum(gl.reshape(rows, [WARPS, dS.shape[0] // WARPS]), axis=1)
 
 
 @gluon.jit
