@@ -200,7 +200,7 @@ def _walk_back_additive(plan: Plan, given: Inputs, walk: Walk, rates, saved, d_o
     at_once = engine is launch_additive.HOPPER and launch_hopper_additive.takes_backward(plan, given)
     out = Gradients(given, walk.where, False, 0 if at_once else None)
     if at_once:
-        launch_hopper_additive.backward(plan, given, walk, (*rates[:2], None), *saved, d_o, ends, None, out)
+        launch_hopper_additive.backward(plan, given, walk, rates, saved[0], d_o, ends, None, out)
     else:
         engine.backward_state(plan, given, walk, rates[1], d_o, ends, None, out.states)
         launch_additive._rest(plan, given, walk.where, d_o, (*rates[:2], *saved), out)
