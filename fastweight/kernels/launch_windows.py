@@ -46,12 +46,13 @@ class Block:
     window: int
     part: int
     parts: int
+    on_hopper: bool = False  # whether launch_hopper_windows.py computes it
 
     @classmethod
-    def of(cls, window: int, parts: int = PAIRS) -> "Block":
+    def of(cls, window: int, parts: int = PAIRS, on_hopper: bool = False) -> "Block":
         """Of as many parts as pairs allow, or `parts` of them."""
         part = min(HELD + 1 - window, ROWS // window)
-        return cls(window, part, min(parts, (PAIRS + 1 - window) // part))
+        return cls(window, part, min(parts, (PAIRS + 1 - window) // part), on_hopper)
 
     @property
     def tokens(self) -> int:
@@ -67,11 +68,12 @@ class Block:
 
 
 def block_of(k: Tensor, v: Tensor, key0: Tensor | None, mask: Tensor | None, rebuild: bool, window: int) -> Block:
-    """The blocks of a call."""
+    """The blocks of a call, and so whose kernels compute it."""
     from fastweight.kernels import launch_hopper_windows
 
-    fast = launch_hopper_windows.fits(k, v, key0, mask, rebuild)
-    return Block.of(window, launch_hopper_windows.PARTS if fast else PAIRS)
+    if launch_hopper_windows.fits(k, v, key0, mask, rebuild):
+        return Block.of(window, launch_hopper_windows.PARTS, on_hopper=True)
+    return Block.of(window)
 
 
 class Turn(NamedTuple):
@@ -143,14 +145,12 @@ def _exact(dtype: torch.dtype) -> str:
     return "tf32" if dtype == torch.bfloat16 else "tf32x3"
 
 
-def empty_maps(
-    k: Tensor, v: Tensor, key0: Tensor | None, mask: Tensor | None, rebuild: bool, save: bool, blocks: int, window: int
-) -> Tensor:
+def empty_maps(v: Tensor, block: Block, save: bool, blocks: int) -> Tensor:
     """Room for the maps of reads and of writes of blocks of every head, or for what launch_hopper_windows.py keeps."""
     from fastweight.kernels import launch_hopper_windows
 
-    if launch_hopper_windows.fits(k, v, key0, mask, rebuild):
-        return launch_hopper_windows.empty(v, blocks, block_of(k, v, key0, mask, rebuild, window), save)
+    if block.on_hopper:
+        return launch_hopper_windows.empty(v, blocks, block, save)
     return v.new_empty(2, blocks, v.shape[2], PAIRS, 2 * PAIRS, dtype=_low(v.dtype))
 
 
@@ -222,8 +222,8 @@ def forward(plan, q, k, v, beta, lam, state0, key0, has_key, mask, cu_seqlens, s
     state1 = torch.empty(where.sequences, H, K, V, dtype=torch.float32, device=v.device)
     states = v.new_empty(where.slots if save and not plan.rebuild else 0, H, K, V)
     kept = states if len(states) else None
-    maps = empty_maps(k, v, key0, mask, plan.rebuild, save, where.slots, plan.window)
-    if launch_hopper_windows.fits(k, v, key0, mask, plan.rebuild):
+    maps = empty_maps(v, block, save, where.slots)
+    if block.on_hopper:
         given, _ = launch_hopper_windows.aligned(given, given.v)
         found = launch_hopper_windows.forward(plan, given, where, block, maps, state0, o, kept, state1)
         return o, state1, found.weight, found.decay, found.facts, maps, states
@@ -247,7 +247,7 @@ def backward(plan, d_o, d_state1, q, k, v, beta, lam, key0, has_key, mask, cu_se
     d_o = d_o.contiguous()
     decay = known[1]
     out = Gradients(given, where, want_state)
-    if launch_hopper_windows.fits(k, v, key0, mask, plan.rebuild):
+    if block.on_hopper:
         given, d_o = launch_hopper_windows.aligned(given, d_o)
         launch_hopper_windows.backward(plan, given, where, block, tuple(known), maps, states, d_o, d_state1, out)
         return out.result()

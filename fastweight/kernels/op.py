@@ -73,7 +73,8 @@ def _(q, k, v, beta, lam, state0, key0, has_key, mask, cu_seqlens, *flags):
     window, regression, rebuild, save = flags[-4:]
     N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
     slid = regression and window > 1
-    stride = launch_windows.block_of(k, v, key0, mask, rebuild, window).tokens if slid else 65 - window
+    block = launch_windows.block_of(k, v, key0, mask, rebuild, window) if slid else None
+    stride = 65 - window if block is None else block.tokens
     slots = B * ((T + stride - 1) // stride) if cu_seqlens is None else T // stride + N
     wide = torch.float32
     column = _by_column(beta)
@@ -83,8 +84,8 @@ def _(q, k, v, beta, lam, state0, key0, has_key, mask, cu_seqlens, *flags):
         v.new_empty(k.shape[2] if column and regression else H, 0 if column and not save else B * T, dtype=wide),
         v.new_empty(0, dtype=wide) if column else v.new_empty(H, B * T, dtype=wide),
         v.new_empty((N if rebuild else slots) if save else 0, H, K, V),
-        launch_windows.empty_maps(k, v, key0, mask, rebuild, save, slots, window)
-        if slid
+        launch_windows.empty_maps(v, block, save, slots)
+        if block is not None
         else v.new_empty(*((slots, H, 64, 64) if regression and not column else (0,))),
         launch_windows.empty_facts(v, window)
         if slid
