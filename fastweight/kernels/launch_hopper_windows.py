@@ -122,15 +122,9 @@ def _maps(
     )  # fmt: skip
     if rows is not None:
         start(
-            hopper_windows_maps.back,
-            (turn.blocks * PARTS, H),
-            *measures,
-            found.decay,
-            found.facts,
-            rows[1],
-            *place,
-            **named,
-        )
+            hopper_windows_maps.back, (turn.blocks * PARTS, H),
+            *measures, found.decay, found.facts, rows[1], *place, **named,
+        )  # fmt: skip
 
 
 def _plane(kept: Kept) -> tuple[Tensor, int]:
