@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from fastweight.layers.parts import at_least_float32
-from fastweight.memory.modes import without_autocast
+from fastweight.memory.modes import autocasts, without_autocast
 
 IGNORED = -100
 KEYWORDS = ("num_items_in_batch", "ignore_index", "shift_labels")  # that a loss may be given through `forward`
@@ -136,7 +136,7 @@ def linear_cross_entropy(
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"chunk_size: got {chunk_size}, expected at least 1 token")
     kind = hidden.device.type
-    dtype = torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else hidden.dtype
+    dtype = torch.get_autocast_dtype(kind) if autocasts(kind) else hidden.dtype
     if chunk_size is None:
         chunk_size = max(1, CHUNK_ENTRIES.get(kind, CHUNK_ENTRIES["cpu"]) // len(weight))
     grad = torch.is_grad_enabled()

@@ -249,9 +249,8 @@ class FastWeightForCausalLM(FastWeightGenerationMixin, FastWeightPreTrainedModel
             logits = self.lm_head(hidden_states if isinstance(kept, int) else hidden_states[:, kept])
         if labels is not None:
             labels = without_document_starts(labels, cu_seqlens)
-            every = (
-                isinstance(logits_to_keep, int) and logits_to_keep == 0
-            )  # else the loss needs logits that are not kept
+            # Where only some logits are kept the loss makes its own, of all tokens.
+            every = isinstance(logits_to_keep, int) and logits_to_keep == 0
             loss = loss_of(self, hidden_states, logits if every else None, labels, **labels_of_ranks(labels, kwargs))
         output = CausalLMOutputWithPast(
             loss=loss,
