@@ -5,20 +5,24 @@ what the machine of tests/machine leaves to the compiler: instructions, register
 """
 
 import re
+from collections.abc import Iterable
 from typing import Any
 
+import torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import create_function_from_signature
 
+from tests.kernel_harness import Case, kernel, make, outcome, surroundings
 from tests.machine_code import disassemble
 
 HOPPER = GPUTarget("cuda", 90, 32)
+HALF_OF_A_MULTIPROCESSOR = 115_712  # bytes of shared memory with which two programs fit
 
 
 class Compiler:
-    """What was made, by module and name of the kernel, of those whose names match."""
+    """What was made, by module and name of the kernel, of those that match."""
 
     def __init__(self, wanted: str = "") -> None:
         self.wanted, self.made = wanted, {}
@@ -36,6 +40,17 @@ class Compiler:
         source: Any = GluonASTSource if kernel.is_gluon() else ASTSource
         source = source(kernel, signature, constants, attributes)
         self.made[name] = compile(source, target=HOPPER, options=chosen.__dict__)
+
+
+def made_of(test: Case, wanted: str, hosts: Iterable[Any], monkeypatch: Any) -> dict[str, Any]:
+    """Of the kernels that a call in bfloat16 and its backward pass start through these modules, those that match."""
+    compiler = Compiler(wanted)
+    for host in hosts:
+        monkeypatch.setattr(host, "start", compiler.start)
+    inputs, around = make(test, torch.bfloat16, "cpu"), surroundings(test, "cpu")
+    B, T, _, H, K, V = test.shape
+    outcome(kernel, test, inputs, around, (torch.ones(B, T, H, V), torch.ones(B, H, K, V)))
+    return compiler.made
 
 
 def waits(compiled: Any) -> tuple[list[str], list[str]]:

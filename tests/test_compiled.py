@@ -1,35 +1,26 @@
 """What the assembler makes of Hopper kernels, compiled without a device: products go on for as long as they may."""
 
 import pytest
-import torch
 
 pytest.importorskip("triton")
 
 from fastweight.kernels import unproven
-from tests.compiled import Compiler, waits
-from tests.kernel_harness import INTERPRETED, Case, case, kernel, make, outcome, surroundings
+from tests.compiled import made_of, waits
+from tests.kernel_harness import INTERPRETED, case
 from tests.test_machine import HOSTS, machine
 
 __all__ = ["machine"]  # the fixture: calls on the CPU go to the Hopper kernels
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
 
 
-def made_of(test: Case, wanted: str, monkeypatch) -> dict:
-    compiler = Compiler(wanted)
-    for host in HOSTS:
-        if hasattr(host, "start"):
-            monkeypatch.setattr(host, "start", compiler.start)
-    inputs, around = make(test, torch.bfloat16, "cpu"), surroundings(test, "cpu")
-    B, T, _, H, K, V = test.shape
-    outcome(kernel, test, inputs, around, (torch.ones(B, T, H, V), torch.ones(B, H, K, V)))
-    return compiler.made
+STARTING = [host for host in HOSTS if hasattr(host, "start")]
 
 
 @pytest.mark.parametrize("rule", ["falcon-1a", "falcon-3a"])
 def test_products_are_waited_for_only_where_a_kernel_says_so(rule, monkeypatch):
     """ptxas waits for all of them where it cannot see that nobody is at what is read, and says nothing."""
     monkeypatch.setenv(unproven.SWITCH, "1")
-    made = made_of(case(rule, shape=(1, 130, 1, 1, 128, 128)), "hopper_additive", monkeypatch)
+    made = made_of(case(rule, shape=(1, 130, 1, 1, 128, 128)), "hopper_additive", STARTING, monkeypatch)
     assert sorted(made) == ["hopper_additive.forward", "hopper_additive_backward.backward"]
     for name, compiled in made.items():
         said, found = waits(compiled)
@@ -40,6 +31,6 @@ def test_products_are_waited_for_only_where_a_kernel_says_so(rule, monkeypatch):
 def test_sees_where_the_assembler_waits(monkeypatch):
     """The walk forward as a device gets it."""
     monkeypatch.setenv(unproven.SWITCH, "0")
-    made = made_of(case("falcon-1a", shape=(1, 130, 1, 1, 128, 128)), "hopper_additive.forward", monkeypatch)
+    made = made_of(case("falcon-1a", shape=(1, 130, 1, 1, 128, 128)), "hopper_additive.forward", STARTING, monkeypatch)
     said, found = waits(made["hopper_additive.forward"])
     assert len(found) > len(said)

@@ -3,18 +3,16 @@
 import re
 
 import pytest
-import torch
 
 pytest.importorskip("triton")
 
 import triton
 
 from fastweight.kernels import dispatch, launch_hopper_gradient, launch_solve_columns, unproven
-from tests.compiled import Compiler, waits
-from tests.kernel_harness import case, kernel, make, outcome, surroundings
+from tests.compiled import HALF_OF_A_MULTIPROCESSOR, made_of, waits
+from tests.kernel_harness import case
 from tests.machine_code import disassemble, lost_descriptors, products
 
-HALF_OF_A_MULTIPROCESSOR = 115_712  # bytes of shared memory with which two programs fit
 MOST_SPILLS = {
     (128, "hopper_scaled_columns.forward"): 110,
     (128, "hopper_scaled_columns_backward.backward_state"): 60,
@@ -28,16 +26,13 @@ MOST_SPILLS = {
 @pytest.mark.parametrize("D", [64, 128])
 def test_code_for_hopper(D, monkeypatch):
     wanted = {name: most for (width, name), most in MOST_SPILLS.items() if width == D}
-    compiler = Compiler("|".join(map(re.escape, wanted)))
-    monkeypatch.setattr(launch_solve_columns, "start", compiler.start)
     monkeypatch.setattr(launch_hopper_gradient, "available", lambda device: True)
     monkeypatch.setattr(dispatch, "_machine_reason", lambda device: None)
     monkeypatch.setenv(unproven.SWITCH, "1")
     test = case("falcon-2", shape=(1, 128, 2, 2, D, D))
-    inputs, around = make(test, torch.bfloat16, "cpu"), surroundings(test, "cpu")
-    outcome(kernel, test, inputs, around, (torch.ones(1, 128, 2, D), torch.ones(1, 2, D, D)))
-    assert compiler.made.keys() == wanted.keys()
-    for name, made in compiler.made.items():
+    compiled = made_of(test, "|".join(map(re.escape, wanted)), [launch_solve_columns], monkeypatch)
+    assert compiled.keys() == wanted.keys()
+    for name, made in compiled.items():
         sass = disassemble(made.asm["cubin"])
         said, done = waits(made)
         assert products(sass) > 1, name
