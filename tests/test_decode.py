@@ -13,7 +13,7 @@ import torch
 from conftest import assert_close
 
 import fastweight as fw
-from fastweight.kernels import dispatch, unproven
+from fastweight.kernels import dispatch
 from fastweight.memory.attention import DELTA_RULE, LINEAR_ATTENTION, step_in_place
 from tests.kernel_harness import INTERPRETED, gpu, interpreted
 
@@ -105,14 +105,12 @@ STEPS = [*((name, False) for name in RULES), ("falcon-2", True), ("falcon-3a", T
 
 
 @interpreted
-@pytest.mark.parametrize("asked", ["0", "1"])
 @pytest.mark.parametrize(("name", "in_place"), STEPS, ids=lambda value: str(value))
-def test_interpreted_steps_equal_the_recurrence(name, in_place, asked, monkeypatch):
-    """Two programs a head, so that tickets have something to count; loads one after the other, and all at once."""
+def test_interpreted_steps_equal_the_recurrence(name, in_place, monkeypatch):
+    """Two programs a head, so that tickets have something to count."""
     from fastweight.kernels import launch_decode
 
     monkeypatch.setattr(launch_decode, "ELEMENTS", 128)
-    monkeypatch.setenv(unproven.SWITCH, asked)
     check(name, torch.float32, "cpu", in_place)
 
 
@@ -246,12 +244,6 @@ class TestOnDevice:
     @pytest.mark.parametrize("name", RULES)
     def test_steps_equal_the_recurrence(self, name, dtype, in_place):
         check(name, dtype, "cuda", in_place, shape=(40, 9, 8, 16, 128, 128))
-
-    @pytest.mark.parametrize("in_place", [False, True])
-    @pytest.mark.parametrize("name", RULES)
-    def test_loads_at_once(self, name, in_place, monkeypatch):
-        monkeypatch.setenv(unproven.SWITCH, "1")
-        check(name, torch.bfloat16, "cuda", in_place, shape=(40, 9, 8, 16, 128, 128))
 
     @pytest.mark.parametrize("widths", [(64, 64), (256, 256), (24, 80)], ids=str)
     @pytest.mark.parametrize("name", ["falcon-1", "falcon-2a", "falcon-3", "long window"])

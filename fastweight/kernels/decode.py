@@ -56,37 +56,22 @@ def tail_rows(tail_x, n, kh, col, count, KH: tl.constexpr, K: tl.constexpr, WIND
 
 
 @triton.jit
-def load_if(pointer, inside, kept, AT_ONCE: tl.constexpr):
-    """What lies `inside` a tensor, in float32, 0 where it is not kept; AT_ONCE does not wait to know which."""
-    if AT_ONCE:
-        return tl.where(kept, tl.load(pointer, mask=inside, other=0.0).to(tl.float32), 0.0)
-    else:
-        return tl.load(pointer, mask=inside & kept, other=0.0).to(tl.float32)
+def load_if(pointer, inside, kept):
+    """What lies `inside` a tensor, in float32, 0 where it is not kept; the load does not wait to know where."""
+    return tl.where(kept, tl.load(pointer, mask=inside, other=0.0).to(tl.float32), 0.0)
 
 
 @triton.jit
 def window_squares(
     x, tail_x, n, kh, ck, count, KH: tl.constexpr, K: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """What `mean_energy` sums up, by key column, with no wait between the loads."""
+    """Squares of the keys of the window that ends with x, summed by key column, with no wait between the loads."""
     squares = x * x
     for r in tl.static_range(WINDOW - 1):
         at = tail_x + ((n * (WINDOW - 1) + r) * KH + kh) * K + ck
-        row = load_if(at, ck < K, r >= WINDOW - 1 - count, True)
+        row = load_if(at, ck < K, r >= WINDOW - 1 - count)
         squares += row * row
     return squares
-
-
-@triton.jit
-def mean_energy(
-    x, tail_x, n, kh, ck, count, KH: tl.constexpr, K: tl.constexpr, WINDOW: tl.constexpr,
-):  # fmt: skip
-    """E of the inner product: of the window that ends with x."""
-    energy = tl.sum(x * x)
-    if WINDOW > 1:
-        rows = tail_rows(tail_x, n, kh, ck, count, KH, K, WINDOW, triton.next_power_of_2(WINDOW))
-        energy = (energy + tl.sum(rows * rows)) / tl.minimum(count + 1, WINDOW).to(tl.float32)
-    return energy
 
 
 @triton.jit(do_not_specialize=["row_k"])
@@ -159,11 +144,11 @@ def step(
     o, S1, key1, has_key1, tail_x1, tail_y1, count1, tickets, row_q, row_k, row_v, eps, floor,
     H: tl.constexpr, KH: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     WINDOW: tl.constexpr, SHIFT: tl.constexpr, RAW: tl.constexpr, SCALED: tl.constexpr, DIRECT: tl.constexpr,
-    COLUMN: tl.constexpr, REGRESSION: tl.constexpr, BEFORE: tl.constexpr, AT_ONCE: tl.constexpr,
+    COLUMN: tl.constexpr, REGRESSION: tl.constexpr, BEFORE: tl.constexpr,
 ):  # fmt: skip
     """One token of BV value columns of one head of one sequence. energies: of `window_energies`, or None.
 
-    AT_ONCE: no load waits for another one that says whether its token or pair is there.
+    No load waits for another one that says whether its token or pair is there.
     """
     blocks: tl.constexpr = (V + BV - 1) // BV
     pid = tl.program_id(0)
@@ -185,58 +170,47 @@ def step(
     wrote = real
     if SHIFT:
         wrote = real & held
-        x = load_if(key0 + (n * KH + kh) * K + ck, in_k, wrote, AT_ONCE)
+        x = load_if(key0 + (n * KH + kh) * K + ck, in_k, wrote)
     else:
-        x = load_if(k + n * row_k + kh * K + ck, in_k, wrote, AT_ONCE)
-    y = load_if(v + n * row_v + h * V + cv, in_v, wrote, AT_ONCE)
+        x = load_if(k + n * row_k + kh * K + ck, in_k, wrote)
+    y = load_if(v + n * row_v + h * V + cv, in_v, wrote)
     count = tl.load(count0 + n)
     gain = tl.where(wrote, 1.0, 0.0)
     if beta is not None:
         if COLUMN:
-            gain = load_if(beta + (n * H + h) * V + cv, in_v, wrote, AT_ONCE)
+            gain = load_if(beta + (n * H + h) * V + cv, in_v, wrote)
         else:
-            gain = load_if(beta + n * H + h, held | True, wrote, AT_ONCE)
+            gain = load_if(beta + n * H + h, held | True, wrote)
     ridge = 0.0
     if lam is not None:
-        ridge = load_if(lam + n * H + h, held | True, wrote, AT_ONCE)
-    early = ()
-    if AT_ONCE:
-        squares = window_squares(x, tail_x0, n, kh, ck, count, KH, K, WINDOW if energies is None else 1)
-        for r in tl.static_range(WINDOW - 1):
-            at = tail_y0 + ((n * (WINDOW - 1) + r) * H + h) * V + cv
-            early = early + (load_if(at, in_v, r >= WINDOW - 1 - count, True),)  # noqa: RUF005 (Triton knows no star)
-        query = tl.load(q + n * row_q + kh * K + ck, mask=in_k, other=0.0).to(tl.float32)
+        ridge = load_if(lam + n * H + h, held | True, wrote)
+    squares = window_squares(x, tail_x0, n, kh, ck, count, KH, K, WINDOW if energies is None else 1)
+    targets = ()
+    for r in tl.static_range(WINDOW - 1):
+        at = tail_y0 + ((n * (WINDOW - 1) + r) * H + h) * V + cv
+        targets = targets + (load_if(at, in_v, r >= WINDOW - 1 - count),)  # noqa: RUF005 (Triton knows no star)
+    query = tl.load(q + n * row_q + kh * K + ck, mask=in_k, other=0.0).to(tl.float32)
     if RAW:
         carry = tl.exp(ridge)
     else:
         if energies is not None:
             energy = tl.load(energies + n * KH + kh)
         else:
-            if AT_ONCE:
-                energy = tl.sum(squares) / tl.minimum(count + 1, WINDOW).to(tl.float32)
-            else:
-                energy = mean_energy(x, tail_x0, n, kh, ck, count, KH, K, WINDOW)
+            energy = tl.sum(squares) / tl.minimum(count + 1, WINDOW).to(tl.float32)
         gain, _ridge, _below, _alpha, carry, _open, _writes = step_sizes(
             energy, gain, ridge, wrote, eps, floor, SCALED, DIRECT
         )
         gain = gain / tl.minimum(count + 1, WINDOW).to(tl.float32)
     last = (h == 0) & (block == 0)
-    if not AT_ONCE:
-        query = tl.load(q + n * row_q + kh * K + ck, mask=in_k, other=0.0).to(tl.float32)
     first = S
     if REGRESSION and RAW:
         S *= carry  # the delta rules' residual is taken on the decayed state
-    targets = ()
     errors = ()
     for r in tl.static_range(WINDOW - 1):
-        there = r >= WINDOW - 1 - count
-        if AT_ONCE:
-            y_r = early[r]
-        else:
-            y_r = tl.load(tail_y0 + ((n * (WINDOW - 1) + r) * H + h) * V + cv, mask=in_v & there, other=0.0)
-        targets = targets + (y_r,)  # noqa: RUF005
+        y_r = targets[r]
         if REGRESSION:
-            x_r = load_if(tail_x0 + ((n * (WINDOW - 1) + r) * KH + kh) * K + ck, in_k, there & wrote, AT_ONCE)
+            there = r >= WINDOW - 1 - count
+            x_r = load_if(tail_x0 + ((n * (WINDOW - 1) + r) * KH + kh) * K + ck, in_k, there & wrote)
             y_r -= tl.sum(S * x_r[:, None], axis=0)
         errors = errors + (y_r,)  # noqa: RUF005
     targets = targets + (y,)  # noqa: RUF005

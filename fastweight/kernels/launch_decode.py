@@ -14,7 +14,7 @@ import torch
 import triton
 from torch import Tensor
 
-from fastweight.kernels import decode, unproven
+from fastweight.kernels import decode
 from fastweight.kernels.eager import nobody_listens
 from fastweight.kernels.launch import device_of, start
 
@@ -121,8 +121,7 @@ def _launch(given: tuple, old: Parts, new: Parts, tickets: Tensor | None, flags:
                 *rows, *gates, unmasked, energies, *old.pointers(), o, *new.pointers(), tickets,
                 *(row.stride(0) for row in rows), eps, floor, H=H, KH=KH, K=K, V=V,
                 WINDOW=window, SHIFT=int(shift), RAW=raw, SCALED=scaled, DIRECT=direct,
-                COLUMN=beta is not None and beta.ndim == 3, REGRESSION=regression, BEFORE=before,
-                AT_ONCE=unproven.asked_for(), **tile,
+                COLUMN=beta is not None and beta.ndim == 3, REGRESSION=regression, BEFORE=before, **tile,
             )  # fmt: skip
     return o
 
