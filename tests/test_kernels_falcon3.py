@@ -138,7 +138,7 @@ def test_kernels_interpreted():
 
 
 WIDTHS = [(torch.bfloat16, 64, 64), (torch.bfloat16, 128, 128), (torch.bfloat16, 80, 48), (torch.float16, 64, 128)]
-WIDTHS += [(torch.float32, 64, 64)]
+WIDTHS += [(torch.float32, 64, 64), (torch.float32, 256, 256), (torch.bfloat16, 256, 192)]
 LARGE = {
     "usual": case("falcon-3"),
     "reads first": case("falcon-3", BEFORE, state=True),

@@ -16,16 +16,13 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from fastweight.kernels import states_are_rebuilt, unproven
+from fastweight.kernels import states_are_rebuilt
 from fastweight.kernels.continuation import Tail, continued
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WIDEST = 256
 LONGEST_WINDOW = 8
 NARROWEST_HALF = 48
-WIDEST_SURROUNDED = 128
-COMPARED_WIDTHS = ((64, 64), (128, 128))
-COMPARED_OPTIONS = ("next-latent", "read-after-write", "normalized", "absolute")
 
 
 def supported(
@@ -47,9 +44,7 @@ def supported(
     return (
         _rule_reason(rule, log_decay, mask)
         or _tensor_reason(q, k, v, rule)
-        or _surroundings_reason(k, v, (key, mask, cu_seqlens))
         or _gate_reason(v, {"beta": beta, "lam": lam, "log_decay": log_decay, "S": S, "key": key})
-        or _uncompared_reason(k, v, beta, rule, (S, key, mask, cu_seqlens))
         or _machine_reason(v.device)
     )
 
@@ -103,8 +98,6 @@ def _tensor_reason(q: Tensor, k: Tensor, v: Tensor, rule: Any) -> str | None:
     if narrow and v.dtype == torch.float16 and rule.objective == "regression":
         # Gate gradients are summed over pairs from bfloat16 operands, which shows where the rest is this exact.
         return f"gate gradients of narrow float16 regressions miss float16 accuracy (widths below {NARROWEST_HALF})"
-    if rule.objective == "regression" and rule.window > 1 and max(k.shape[-1], v.shape[-1]) > WIDEST_SURROUNDED:
-        return f"regression over a window is not checked on a device above widths of {WIDEST_SURROUNDED} yet"
     if v.shape[2] > 65535:
         return "kernels take at most 65535 heads"
     return _width_reason(q, k, v)
@@ -118,45 +111,12 @@ def _width_reason(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     return None
 
 
-def _surroundings_reason(k: Tensor, v: Tensor, around: tuple[Tensor | None, ...]) -> str | None:
-    wide = max(k.shape[-1], v.shape[-1]) > WIDEST_SURROUNDED
-    if wide and any(tensor is not None for tensor in around) and not unproven.asked_for():
-        return (
-            f"widths above {WIDEST_SURROUNDED} with a carried key, a mask or cu_seqlens are not checked on a device yet"
-        )
-    return None
-
-
 def _gate_reason(v: Tensor, given: dict[str, Tensor | None]) -> str | None:
     # A beta per head makes all columns equal, whatever the rule: that is the scalar kernels' case.
     beta = given["beta"]
     if beta is not None and beta.ndim == 4 and given["log_decay"] is not None:
         return "no kernel for a gain per value column with given log-decays"
     return _dtype_reason(v, given)
-
-
-def _uncompared_reason(
-    k: Tensor, v: Tensor, beta: Tensor | None, rule: Any, around: tuple[Tensor | None, ...]
-) -> str | None:
-    """What of a gain per value column, and of regression over a window, has not been compared on a device as it is."""
-    column = beta is not None and beta.ndim == 4
-    window = rule.objective == "regression" and rule.window > 1
-    if not v.is_cuda or unproven.asked_for() or not (column or window):
-        return None
-    widths = (k.shape[-1], v.shape[-1])
-    options = (rule.pairing, rule.timing, rule.step, rule.ridge)
-    if v.dtype != torch.bfloat16 or widths not in COMPARED_WIDTHS:
-        what = f"{v.dtype} at widths of {widths[0]} and {widths[1]}"
-    elif any(tensor is not None for tensor in around):
-        what = "carried states and keys, masks and cu_seqlens"
-    elif options != COMPARED_OPTIONS:
-        what = " ".join(options)
-    elif window and (rule.window, widths[0]) not in ((4, 64), (4, 128), (8, 128)):
-        what = f"a window of {rule.window} at widths of {widths[0]}"
-    else:
-        return None
-    kind = "a regression over a window" if window else "a gain per value column"
-    return f"{kind}: {what} not compared on a device yet (FASTWEIGHT_UNPROVEN=1 takes it)"
 
 
 def _dtype_reason(v: Tensor, given: dict[str, Tensor | None]) -> str | None:
