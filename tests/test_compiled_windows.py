@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from fastweight.kernels import dispatch, launch_hopper_windows, launch_windows, unproven
+from fastweight.kernels import dispatch, launch_hopper_windows, launch_windows
 from tests.compiled import HALF_OF_A_MULTIPROCESSOR, made_of
 from tests.kernel_harness import INTERPRETED, case
 from tests.machine_code import disassemble, lost_descriptors, products
@@ -28,7 +28,6 @@ LEAST_PRODUCTS = {
 def test_products_find_their_operands_and_nothing_spills(timing, monkeypatch):
     monkeypatch.setattr(launch_hopper_windows, "available", lambda device: True)
     monkeypatch.setattr(dispatch, "_machine_reason", lambda device: None)
-    monkeypatch.setenv(unproven.SWITCH, "1")
     test = case("falcon-3", {"timing": timing}, shape=(1, 130, 2, 4, D, D), state=True)
     wanted = "|".join(map(re.escape, LEAST_PRODUCTS))
     compiled = made_of(test, wanted, [launch_windows, launch_hopper_windows], monkeypatch)

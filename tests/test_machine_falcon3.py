@@ -14,7 +14,7 @@ from tests.machine.words import WORDS
 
 pytest.importorskip("triton")
 
-from fastweight.kernels import launch_hopper_windows, launch_windows, unproven
+from fastweight.kernels import launch_hopper_windows, launch_windows
 
 TURN = ["forth", "back", "between", "inside", "finish"]  # the kernels of some blocks' backward pass
 BEFORE = {"timing": "read-before-write"}
@@ -68,7 +68,6 @@ def walks(monkeypatch):
     monkeypatch.setattr(launch_hopper_windows, "start", note)
     monkeypatch.setattr(launch_hopper_windows, "DTYPES", (torch.float32, torch.bfloat16))
     monkeypatch.setattr(launch_hopper_windows, "available", lambda device: True)
-    monkeypatch.setenv(unproven.SWITCH, "1")
     return ran
 
 

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastweight.kernels import unproven
 from fastweight.kernels.geometry import Geometry
 from fastweight.kernels.launch import Gradients, Inputs, Plan, tables
 from fastweight.kernels.launch_hopper import available
@@ -34,11 +33,11 @@ PARTS = 4  # of a block, which so has 64 slots
 
 
 def fits(k: Tensor, v: Tensor, key0: Tensor | None, mask: Tensor | None, rebuild: bool) -> bool:
-    """Whether it computes this call: bfloat16, K = V = 64 or 128, no carried key, no mask; it waits to be compared."""
+    """Whether it computes this call: bfloat16, K = V = 64 or 128, no carried key, no mask."""
     if v.dtype not in DTYPES or k.shape[3] != v.shape[3] or v.shape[3] not in (64, 128):
         return False
     around = key0 is not None or mask is not None or rebuild
-    return not around and unproven.asked_for() and available(v.device) and 0 < v.numel() < 2**30
+    return not around and available(v.device) and 0 < v.numel() < 2**30
 
 
 class Kept(NamedTuple):
