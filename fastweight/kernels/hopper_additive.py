@@ -26,8 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from fastweight.kernels.hopper_additive_windows import load_near, with_near
-from fastweight.kernels.hopper_parts import ACC, HALF, LEFT, rows
+from fastweight.kernels.hopper_parts import ACC, HALF, LEFT, LINE, rows
 from fastweight.kernels.hopper_walk import (
     DECAY,
     KEPT,
@@ -62,7 +61,7 @@ def _load_read(decay, line, first, high, r, WINDOW: gl.constexpr, BEFORE: gl.con
 
 @gluon.jit
 def _load_steps(
-    weight, decay, sums, line, slot, first, high, r, WINDOW: gl.constexpr, BEFORE: gl.constexpr, TOLD: gl.constexpr,
+    weight, decay, sums, line, slot, first, high, r, WINDOW: gl.constexpr, BEFORE: gl.constexpr,
 ):  # fmt: skip
     """What `_keep_steps` makes the numbers of a chunk from; of windows with the sums that `fold` made."""
     near = ()
@@ -72,30 +71,22 @@ def _load_steps(
         shelf = sums + slot.to(gl.int64) * (64 * (WINDOW + 1)) + r
         g_read, g_last = _load_read(decay, line, first, high, r, WINDOW, BEFORE)
         numbers = gl.load(shelf + (WINDOW - 1) * 64), gl.load(shelf + WINDOW * 64), g_read, g_last
-        if TOLD:
-            near = load_near(sums + slot.to(gl.int64) * (64 * (WINDOW + 1)), WINDOW, BEFORE, 4)
-        else:
-            for b in gl.static_range(WINDOW - 1):
-                near = near + (gl.load(shelf + b * 64),)
+        for b in gl.static_range(WINDOW - 1):
+            near = near + (gl.load(shelf + b * 64),)
     return numbers, near
 
 
 @gluon.jit
-def _keep_steps(rates, lately, at, loaded, WINDOW: gl.constexpr, BEFORE: gl.constexpr, TOLD: gl.constexpr):
+def _keep_steps(rates, lately, at, loaded, WINDOW: gl.constexpr, BEFORE: gl.constexpr):
     """Rates of one chunk, and in `lately` what pairs are worth while their window is open; what its end keeps of S."""
     numbers, near = loaded
-    if TOLD and WINDOW > 1:
-        lately.index(at).store(near)
-    else:
-        for b in gl.static_range(WINDOW - 1):
-            lately.index(at * (WINDOW - 1) + b).store(near[b])
+    for b in gl.static_range(WINDOW - 1):
+        lately.index(at * (WINDOW - 1) + b).store(near[b])
     return keep_rates(rates, at, numbers, True, BEFORE or WINDOW > 1)
 
 
 @gluon.jit
-def _weigh(
-    p, rates, lately, at, WINDOW: gl.constexpr, BEFORE: gl.constexpr, TOLD: gl.constexpr, layout: gl.constexpr,
-):  # fmt: skip
+def _weigh(p, rates, lately, at, WINDOW: gl.constexpr, BEFORE: gl.constexpr, layout: gl.constexpr):
     """Q X^T to what each read sees of each pair of a window: `spread` of additive.py."""
     # Rows unknown to be the same in every chunk: masks held since before the loop would spill.
     lag = rows(layout)[:, None] - gl.arange(0, 64, layout=gl.SliceLayout(0, layout))[None, :] + (WINDOW - 1)
@@ -103,26 +94,10 @@ def _weigh(
         lag -= 1
     power = rates[READ_DECAY].index(at).load(gl.SliceLayout(1, layout))[:, None] - row(rates, at, DECAY, layout)
     seen = gl.exp2(gl.where(lag >= WINDOW - 1, power, float("-inf"))) * row(rates, at, STEP, layout)
-    if TOLD:
-        distance = rows(layout)[:, None] - gl.arange(0, 64, layout=gl.SliceLayout(0, layout))[None, :]
-        seen = with_near(seen, distance, lately, at, WINDOW, BEFORE)
-    else:
-        for b in gl.static_range(WINDOW - 1):
-            open_yet = lately.index(at * (WINDOW - 1) + b).load(gl.SliceLayout(0, layout))
-            seen = gl.where(lag == b, open_yet[None, :], seen)
+    for b in gl.static_range(WINDOW - 1):
+        open_yet = lately.index(at * (WINDOW - 1) + b).load(gl.SliceLayout(0, layout))
+        seen = gl.where(lag == b, open_yet[None, :], seen)
     return p * seen
-
-
-@gluon.jit
-def at_rest(S, UNDER_WAY: gl.constexpr, TOLD: gl.constexpr):
-    """S, which none of the products under way makes; ptxas knows that if TOLD, or else waits for all of them here.
-
-    It forgets at the beginning of a loop's turn that S was waited for. The wait that reminds it waits for nothing.
-    """
-    if TOLD:
-        return warpgroup_mma_wait(UNDER_WAY, deps=[S])
-    else:
-        return S
 
 
 @gluon.jit
@@ -145,7 +120,7 @@ def forward(
     k_desc, q_desc, v_desc, o, states_desc, weight, decay, sums, state0, state1,
     length, chunks, tokens, segments, per_segment,
     H: gl.constexpr, KH: gl.constexpr, K: gl.constexpr, V: gl.constexpr, WINDOW: gl.constexpr, SHIFT: gl.constexpr,
-    BEFORE: gl.constexpr, TOLD: gl.constexpr, STAGES: gl.constexpr,
+    BEFORE: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """One segment of one head, 64 value columns: the final state, and where given o and chunk states.
 
@@ -175,22 +150,18 @@ def forward(
     rates = rates_of(BEFORE or WINDOW > 1)
     lately = rates
     if WINDOW > 1:
-        if TOLD:
-            lately = gl.allocate_shared_memory(gl.float32, [2, 64, 4], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-        else:
-            one: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-            lately = gl.allocate_shared_memory(gl.float32, [2 * HALO, 64], one)
+        lately = gl.allocate_shared_memory(gl.float32, [2 * HALO, 64], LINE)
     for early in gl.static_range(STAGES - 1):
         at = (start + early) * STRIDE
         coords = (n, at - HALO - SHIFT, key_at), (n, at - HALO, value_at), (n, at, key_at)
         fetch(descs, rings, bars, early, coords, early < count)
     r = gl.arange(0, 64, layout=gl.BlockedLayout([1], [32], [4], [0]))
     at = start * STRIDE
-    soon = _load_steps(weight, decay, sums, line, slot, at, length - at, r, WINDOW, BEFORE, TOLD)
-    carry = _keep_steps(rates, lately, 0, soon, WINDOW, BEFORE, TOLD)
+    soon = _load_steps(weight, decay, sums, line, slot, at, length - at, r, WINDOW, BEFORE)
+    carry = _keep_steps(rates, lately, 0, soon, WINDOW, BEFORE)
     if count > 1:
         at += STRIDE
-        soon = _load_steps(weight, decay, sums, line, slot + H, at, length - at, r, WINDOW, BEFORE, TOLD)
+        soon = _load_steps(weight, decay, sums, line, slot + H, at, length - at, r, WINDOW, BEFORE)
     state_at = state_offsets(seg, h, block, H, K, V, wide)
     if state0 is None:
         S = gl.zeros([64, K], gl.float32, wide)
@@ -208,36 +179,30 @@ def forward(
         if c + 2 < count:
             then = at + 2 * STRIDE
             after = slot + (c + 2) * H
-            later = _load_steps(weight, decay, sums, line, after, then, length - then, r, WINDOW, BEFORE, TOLD)
+            later = _load_steps(weight, decay, sums, line, after, then, length - then, r, WINDOW, BEFORE)
         mbarrier.wait(bars[0].index(s), phase)
         if READS:
             qt = rings[2].index(s).reshape([64, K])
             mbarrier.wait(bars[2].index(s), phase)
             p = warpgroup_mma(qt, x.permute((1, 0)), none, use_acc=False, is_async=True)
-            if WINDOW == 1 or TOLD:
-                S = at_rest(S, 1, TOLD)
+            if WINDOW == 1:
                 low_S, read = _read(S, qt, none)
         # Behind this barrier every warp is done with the chunk before.
         tma.store_wait(0)
         gl.thread_barrier()
-        next_carry = _keep_steps(rates, lately, (c + 1) & 1, soon, WINDOW, BEFORE, TOLD)
+        next_carry = _keep_steps(rates, lately, (c + 1) & 1, soon, WINDOW, BEFORE)
         ahead = at + (STAGES - 1) * STRIDE
         coords = (n, ahead - HALO - SHIFT, key_at), (n, ahead - HALO, value_at), (n, ahead, key_at)
         fetch(descs, rings, bars, (c + STAGES - 1) % STAGES, coords, c + STAGES - 1 < count)
         mbarrier.wait(bars[1].index(s), phase)
         if READS:
             if WINDOW == 1:
-                S = at_rest(S, 2, TOLD)
                 low_y, S = _write(S * carry, x, y, rates, c & 1)
                 p = warpgroup_mma_wait(2, deps=[p])
                 scores.store(weigh(p, rates, c & 1, BEFORE, ACC).to(dtype))
-            elif TOLD:
-                p = warpgroup_mma_wait(1, deps=[p])
-                scores.store(_weigh(p, rates, lately, c & 1, WINDOW, BEFORE, TOLD, ACC).to(dtype))
-                low_y, S = _write(S * carry, x, y, rates, c & 1)
             else:  # the weights leave no registers for the rest
                 p = warpgroup_mma_wait(0, deps=[p])
-                scores.store(_weigh(p, rates, lately, c & 1, WINDOW, BEFORE, TOLD, ACC).to(dtype))
+                scores.store(_weigh(p, rates, lately, c & 1, WINDOW, BEFORE, ACC).to(dtype))
                 low_S, read = _read(S, qt, none)
                 low_y, S = _write(S * carry, x, y, rates, c & 1)
             fence_async_shared()

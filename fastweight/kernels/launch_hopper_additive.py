@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastweight.kernels import unproven
 from fastweight.kernels.geometry import Geometry
 from fastweight.kernels.launch import FEW_PROGRAMS, LEAST_CHUNKS, Gradients, Inputs, Plan, Walk, gate_flags, start
 from fastweight.kernels.launch_hopper import STAGES, WALKING, blocks, descriptor, tiles
@@ -59,8 +58,7 @@ def forward(
         hopper_additive.forward, (_programs(given, _pieces(walk, o is not None)),),
         tiles(given.k, K), tiles(given.q, K), tiles(given.v, 64), out, None if states is None else blocks(states, K),
         weight, decay, sums if plan.window > 1 else None, None if state0 is None else state0.contiguous(), state1,
-        *walk.arguments[2:], SHIFT=int(plan.shift), TOLD=unproven.asked_for() and plan.window <= LONGEST,
-        STAGES=STAGES, **_options(plan, given),
+        *walk.arguments[2:], SHIFT=int(plan.shift), STAGES=STAGES, **_options(plan, given),
     )  # fmt: skip
 
 
@@ -81,9 +79,9 @@ def backward_state(
 
 
 def takes_backward(plan: Plan, given: Inputs) -> bool:
-    """Whether the whole backward pass is one walk: states as wide as high; a window, or float16, if asked for."""
-    compared = given.v.dtype == torch.bfloat16 and plan.window == 1
-    return (compared or unproven.asked_for()) and plan.window <= LONGEST and given.q.shape[3] == given.v.shape[3]
+    """Whether the whole backward pass is one walk: states as wide as high; at width 128 windows are faster in two."""
+    K, V = given.q.shape[3], given.v.shape[3]
+    return K == V and (plan.window == 1 or (K == 64 and plan.window <= LONGEST))
 
 
 def backward(
@@ -95,7 +93,7 @@ def backward(
 
     weight, decay, sums = steps
     H, K, pieces = given.v.shape[2], given.q.shape[3], _pieces(walk, True)
-    ahead = plan.window > 1 or (K == 128 and unproven.asked_for())  # at width 64 there are two programs at once
+    ahead = plan.window > 1 or K == 128  # at width 64 there are two programs at once
     halo, by_hand = (None, None), (None, None, None)  # no pair is in two chunks, and gradients go out by descriptors
     if plan.window > 1:
         shared = pieces if walk.segments > 1 else 0
