@@ -9,9 +9,8 @@
 Every case is a process (`lm_worker`). Several import and compile at the same time, since that is most of what they do;
 while one of them measures, all the others of the lane are stopped (SIGSTOP), so that nobody else uses the device. A
 case that takes too long is killed and listed as failed; results are written as they come. Cases joined by " + " share
-a process, and what it compiles. A name that ends in "+unproven" is measured with FASTWEIGHT_UNPROVEN=1. FLA's model is
-left out where FLA cannot be imported, its training where it would refuse. Ended (SIGTERM), it ends its workers and
-writes the report of what there is.
+a process, and what it compiles. FLA's model is left out where FLA cannot be imported, its training where it would
+refuse. Ended (SIGTERM), it ends its workers and writes the report of what there is.
 
 Traps: a step of 32 x 1,024 tokens keeps the host busy for most of the time that the GPU takes, so whoever else keeps
 the cores busy slows it down; the case that measures gets priority where that is allowed. Seconds to the first step are
@@ -35,14 +34,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks.lm_report import UNPROVEN, write_report
+from benchmarks.lm_report import write_report
 
 WANTED = ("falcon-1.3", "fla", "llama", "transformer")  # what the targets compare; the rest after them
 MIXERS = (
     "gated-deltanet", "falcon-1a.3", "falcon-3a.3", "falcon-2a.3", "retnet", "mamba2", "deltanet", "falcon-2.3",
     "falcon-3.3",
 )  # fmt: skip
-OTHERS = (*MIXERS, "falcon-1a.1", "falcon-1a.2", f"falcon-2a.3{UNPROVEN}")
+OTHERS = (*MIXERS, "falcon-1a.1", "falcon-1a.2")
 LONG = (*WANTED, "gated-deltanet")
 HOST = "train falcon-1.3 1 64"  # so little work that the time of a step is that of the host
 PLACES, SHORT = "1,64 1024,32768", "1,64 1024"

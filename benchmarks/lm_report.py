@@ -10,7 +10,6 @@ from statistics import median
 from typing import Any
 
 PEAK = 790e12
-UNPROVEN = "+unproven"  # end of a name: measured with FASTWEIGHT_UNPROVEN=1
 PEERS = {"fla": "FLA GatedDeltaNet, eager", "llama": "Llama, SDPA, compiled"}
 DECODERS = {"fla": "FLA GatedDeltaNet", "llama": "Llama, static cache"}
 HOW = (
@@ -41,7 +40,7 @@ def mfu(row: Row) -> float:
 
 
 def label(row: Row) -> str:
-    name = str(row["name"]).replace(UNPROVEN, ", unproven kernels")
+    name = str(row["name"])
     if row["what"] == "train":
         return PEERS.get(name, name)
     name = DECODERS.get(name, name)

@@ -6,7 +6,7 @@ tuned among at most FLA_CONFIGURATIONS, without FlashQLA) or "llama" (transforme
 torch.compile). All of them hold bfloat16 weights (our gates float32) and train on random tokens with fused AdamW and
 clipping at 1.0, float32 products in TF32. The process imports, compiles and warms up at once, says so, and measures
 when its input says "go", so that one process at a time uses the device for what is timed. A long prompt of many rows is
-read once and its state repeated. A NAME that ends in "+unproven" is the recipe before that, with FASTWEIGHT_UNPROVEN=1.
+read once and its state repeated.
 
 With LM_REHEARSE=1 everything runs on a CPU, eagerly, with tiny models and few tokens: whether it runs, not how fast.
 
@@ -26,8 +26,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-from benchmarks.lm_report import UNPROVEN
 
 os.environ.setdefault("FLA_FLASH_QLA", "0")  # FLA's own kernels, and TileLang's where its own are wrong (on Hopper)
 VOCAB, NEW_TOKENS, WARM_STEPS, STEPS, ROUNDS = 50_257, 64, 4, 6, 4
@@ -67,15 +65,12 @@ def model_of(name: str, compiled: bool) -> Any:
     if name == "llama":
         model = _llama().to(DEVICE, torch.bfloat16)
         return torch.compile(model) if compiled else model
-    from fastweight.kernels import unproven
     from fastweight.recipes import load_recipe
     from fastweight.training.model import build_model
 
-    if name.endswith(UNPROVEN):
-        os.environ[unproven.SWITCH] = "1"
     settings = ["training.precision=bf16-weights", f"engine.compile={str(compiled).lower()}", "model.backend=auto"]
     settings += [f"model.{key}={size}" for key, size in SMALL.items()] if REHEARSE else []
-    return build_model(load_recipe(name.removesuffix(UNPROVEN), settings)).to(DEVICE)
+    return build_model(load_recipe(name, settings)).to(DEVICE)
 
 
 def _fla() -> Any:

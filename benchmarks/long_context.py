@@ -5,16 +5,14 @@
 
 One head of one sequence is read segment by segment, the State carried on, once in bfloat16 by the path that training
 takes (kernels on a GPU, and nothing else there; float32 arithmetic on a CPU) and once in float64 from the same rounded
-inputs. Which kernels of the kind that has to be asked for (FASTWEIGHT_UNPROVEN) stands with each rule. A memory that
-accumulated errors would show a line that rises. The judge in float64 is the chunk form, because a million tokens one by
-one take minutes; on the first JUDGED tokens it must equal the recurrence itself. Traps: inputs are drawn segment by
-segment from one generator, so the sequence can be as long as one likes; carries go up to 1 - 1e-4, so that a memory
-reaches ten thousand tokens back.
+inputs. A memory that accumulated errors would show a line that rises. The judge in float64 is the chunk form, because
+a million tokens one by one take minutes; on the first JUDGED tokens it must equal the recurrence itself. Traps: inputs
+are drawn segment by segment from one generator, so the sequence can be as long as one likes; carries go up to 1 - 1e-4,
+so that a memory reaches ten thousand tokens back.
 """
 
 import argparse
 import json
-import os
 import sys
 import time
 from pathlib import Path
@@ -25,7 +23,6 @@ from torch import Tensor
 
 import fastweight as fw
 from fastweight.evaluation.provenance import made_by
-from fastweight.kernels import unproven
 
 SEED = 0
 JUDGED, SAME = 1024, 1e-11
@@ -64,8 +61,7 @@ def judged(rule: fw.Rule, inputs: list[Tensor]) -> float:
 
 def drift(rule: fw.Rule, T: int, length: int, K: int, V: int, device: Any, limit: float) -> dict[str, Any]:
     """Errors of outputs and memory at the end of every segment; stops after `limit` seconds."""
-    found: dict[str, Any] = {"rule": rule.name, "unproven": os.environ.get(unproven.SWITCH, "0")}
-    found |= {"position": [], "o": [], "S": []}
+    found: dict[str, Any] = {"rule": rule.name, "position": [], "o": [], "S": []}
     backend = "triton" if device == "cuda" else "auto"
     state = exact_state = None
     begun = told = time.monotonic()
