@@ -8,7 +8,7 @@ pytest.importorskip("triton")
 
 import triton
 
-from fastweight.kernels import dispatch, launch_hopper_gradient, launch_solve_columns, unproven
+from fastweight.kernels import dispatch, launch_hopper_gradient, launch_solve_columns
 from tests.compiled import HALF_OF_A_MULTIPROCESSOR, made_of, waits
 from tests.kernel_harness import case
 from tests.machine_code import disassemble, lost_descriptors, products
@@ -28,7 +28,6 @@ def test_code_for_hopper(D, monkeypatch):
     wanted = {name: most for (width, name), most in MOST_SPILLS.items() if width == D}
     monkeypatch.setattr(launch_hopper_gradient, "available", lambda device: True)
     monkeypatch.setattr(dispatch, "_machine_reason", lambda device: None)
-    monkeypatch.setenv(unproven.SWITCH, "1")
     test = case("falcon-2", shape=(1, 128, 2, 2, D, D))
     compiled = made_of(test, "|".join(map(re.escape, wanted)), [launch_solve_columns], monkeypatch)
     assert compiled.keys() == wanted.keys()

@@ -7,7 +7,7 @@ import pytest
 import torch
 from column_checks import check_compiles_whole, check_one_beta_for_all_columns, check_without_tokens, decays_or_vanishes
 
-from fastweight.kernels import launch_hopper, launch_solve_columns, unproven
+from fastweight.kernels import launch_hopper, launch_solve_columns
 from tests.interpreter import run_interpreted
 from tests.kernel_harness import (
     ALLOWED,
@@ -170,10 +170,7 @@ class TestOnDevice:
         check(case("falcon-2", shape=(2, 70, 1, 2, width, width), state=True, key=True), torch.bfloat16, "cuda")
 
     @pytest.mark.parametrize("width", [64, 128])
-    @pytest.mark.parametrize("asked", ["0", "1"], ids=["compared", "scaled columns"])
-    def test_walks_that_nobody_asks_for_and_those_that_are(self, asked, width, monkeypatch):
-        """Of a usual call, long enough for state after state."""
-        monkeypatch.setenv(unproven.SWITCH, asked)
+    def test_state_after_state(self, width):
         check(case("falcon-2", shape=(2, 700, 3, 3, width, width), ridge=0.2, beta=1.0), torch.bfloat16, "cuda")
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -1,12 +1,31 @@
-"""Regression with a gain per value column on Hopper: the gradients that are parallel over chunks, by less work.
+"""Regression with a gain per value column on Hopper: the gradients that are parallel over chunks, by matrix products.
 
-What hopper_solve_columns_gradient.py's `backward_token` computes, in the same way and with its names, of the same
-calls. Tiles are whole, so that a product takes as many columns as the matrix units like; products of the states go on
-while threads scale the operands of others, and nobody waits for the states before; sums over tokens find their ones in
-shared memory; what steps and decays have of their token is made once a token; results leave through shared memory.
+For 16-bit calls with 64 or 128 key columns and as many value columns. With l the log2 decay of each token and column, g
+its sums up to and with each token of a chunk, h = g - l those before it, u = eta .* residual the writes, dU their
+gradients and dY = eta .* dU those of the values, every column's own decay goes into operands
 
-Trap: the sum over the tokens from t on is made of the ones before t, transposed, and of the token itself, which `own`
-has.
+    m = 2^-g .* u      r = 2^g .* dO      w = -2^h .* dY      n = 2^(g_C) .* m
+
+and what is left is shared by all columns. With P = [j <= i] Q X^T and G = [j < i] X X^T,
+
+    dP = [j <= i] r m^T     dQ = r S_0^T + dP X
+    dG = [j < i] w m^T      dX = w S_0^T + n dS^T + dP^T Q + (dG + dG^T) X
+    dl_t = 2^(g_C) .* sum_k S_0 .* dS + sum_(j < t) n .* (X dS) + sum_(i > t) w .* (X S_0 + G m)
+           + sum_(i >= t) (r .* (Q S_0 + P m) - m .* (P^T r + G^T w))
+
+What pairs on one side of t add to the last two sums cancels to the digits of float32, because all terms multiply the
+same rounded r, w and m. That is enough where no carry is small, because dl is divided by it. For chunks that forget
+much (solve_columns_gradient.py says which) `backward_chunk` follows.
+
+A program has all its tiles in shared memory at once, which at width 128 leaves no room for a second one; with 8 warps a
+thread has room for four accumulators. Products of the states go on while threads scale the operands of others, and what
+steps and decays have of their token is made once a token. How copies, products and barriers go together, and their
+traps, as in hopper_parts.py.
+
+Traps: dU waits in the memory of d_v, where `backward_state` left it. l is rounded to 16 bits, and its sums are sums of
+that. Sums over tokens are products with matrices of ones, and the one whose terms cancel takes them in three pieces of
+8 bits; the sum over the tokens from t on is made of the ones before t, transposed, and of the token itself, which `own`
+has. With reads before writes r has 2^h, P has j < i, and reads count for i > t.
 """
 
 # pyright: basic, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
@@ -17,6 +36,7 @@ has.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -26,19 +46,54 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from fastweight.kernels.gates import load_head, step_sizes
 from fastweight.kernels.hopper_parts import LINE, SHARED, arrive, copy_rows, new_barrier, nil, rows
 from fastweight.kernels.hopper_scaled_parts import reciprocal
-from fastweight.kernels.hopper_solve_columns_gradient import (
-    HALF,
-    LEAST,
-    SQUARE,
-    TILE_128,
-    WIDE_128,
-    _first_piece,
-    _fresh,
-    _later,
-    _ones,
-    _shown,
-)
 from fastweight.kernels.tiles import chunk_span, has_pair, source_rows
+
+LEAST = gl.constexpr(-62.0)  # below all g of chunks that are done here
+# Accumulators of [64, 64] and [64, 128], and copies; 16 warps were slower than these 8.
+SQUARE = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 2], instr_shape=[16, 32, 16]))
+WIDE_128 = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 2], instr_shape=[16, 64, 16]))
+TILE_128 = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0]))
+HALF = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0]))
+
+
+@gluon.jit
+def _ones(KIND: gl.constexpr, dtype: gl.constexpr, L: gl.constexpr):
+    """[64, 64]: 1 where the column is up to the row (KIND 0), before it (1), or from it on (2)."""
+    i = rows(L)[:, None]
+    j = gl.arange(0, 64, gl.SliceLayout(0, L))[None, :]
+    if KIND == 0:
+        is_one = j <= i
+    elif KIND == 1:
+        is_one = j < i
+    else:
+        is_one = j >= i
+    return gl.where(is_one, 1.0, 0.0).to(dtype)
+
+
+@gluon.jit
+def _first_piece(numbers):
+    """The first 8 bits of float32 numbers, cut off, which is a bfloat16 as it stands."""
+    return (numbers.to(gl.int32, bitcast=True) & -65536).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def _later(L: gl.constexpr):
+    """Row minus column of [64, 64]."""
+    return rows(L)[:, None] - gl.arange(0, 64, gl.SliceLayout(0, L))[None, :]
+
+
+@gluon.jit
+def _fresh(a, b, L: gl.constexpr):
+    """Begins a b."""
+    out: gl.constexpr = [64, b.shape[1]]
+    return warpgroup_mma(a, b, gl.zeros(out, gl.float32, L), use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _shown():
+    """What threads wrote to shared memory, to the products of all warps."""
+    fence_async_shared()
+    gl.thread_barrier()
 
 
 @gluon.jit

@@ -1,8 +1,8 @@
 """Host side of the regression class with a gain per value column: allocates, launches solve_columns*.py.
 
-Calls that `fits_hopper` knows first take hopper_solve_columns*.py, which make everything but the gradients in chunks
-that forget much; the exact kernel follows for those. Where asked for, hopper_scaled_columns*.py come before: in
-bfloat16 the exact walks then do what columns that forget too much have left in vain.
+Calls that `fits_hopper` knows first take hopper_scaled_columns*.py, which make everything but the gradients in chunks
+that forget much; the exact kernel follows for those. The walks of hopper_solve_columns*.py are for float16, and in
+bfloat16 for what columns that forget too much have left in vain.
 
 Saved for the backward pass: 4 bytes of key energy per token and key head, V elements of residual and K V / 64 of chunk
 states per token and value head. Couplings of neighbouring tokens are made again wherever they are needed.
@@ -14,7 +14,7 @@ import torch
 import triton
 from torch import Tensor
 
-from fastweight.kernels import launch_hopper_gradient, solve_columns, solve_columns_gradient, unproven
+from fastweight.kernels import launch_hopper_gradient, solve_columns, solve_columns_gradient
 from fastweight.kernels.geometry import Geometry
 from fastweight.kernels.launch import (
     FEW_PROGRAMS,
@@ -29,7 +29,6 @@ from fastweight.kernels.launch import (
     wide,
 )
 from fastweight.kernels.launch_hopper import descriptor
-from fastweight.kernels.launch_hopper_gradient import state_rows
 
 UNKNOWN_ONE = 1  # what the kernels must not know to be 1 (solve_columns.py)
 
@@ -76,7 +75,7 @@ def _walk(kernels: tuple[Any, Any], plan: Plan, given: Inputs, where: Geometry, 
     H, D = given.v.shape[2:]
     programs = where.sequences * H
     vain = None
-    if given.v.dtype == torch.bfloat16 and unproven.asked_for():
+    if given.v.dtype == torch.bfloat16:
         vain = torch.empty(programs, dtype=torch.int8, device=given.v.device)
     for kernel in (exact,) if vain is None else (scaled, exact):
         start(
@@ -150,7 +149,6 @@ def backward_mild(plan, where, given, d_o, d_end, saved, out: Gradients) -> Tens
         hopper_scaled_columns_backward,
         hopper_scaled_columns_gradient,
         hopper_solve_columns_backward,
-        hopper_solve_columns_gradient,
     )
 
     energies, residual, states = saved
@@ -159,14 +157,11 @@ def backward_mild(plan, where, given, d_o, d_end, saved, out: Gradients) -> Tens
     wild = torch.empty(where.slots, H, dtype=torch.int8, device=given.v.device)
     kernels = hopper_scaled_columns_backward.backward_state, hopper_solve_columns_backward.backward_state
     _walk(kernels, plan, given, where, d_o, energies, d_end, out.states, out.state0, out.v, kept, wild)
-    quick = unproven.asked_for()
-    module = hopper_scaled_columns_gradient if quick else hopper_solve_columns_gradient
-    rows = whole_states if quick else state_rows
     start(
-        module.backward_token, (where.slots * H,),
-        given.q, given.k, d_o, given.beta, given.lam, *given[5:], energies, residual, rows(states), rows(out.states),
-        kept, wild, out.q, out.k, out.v, out.beta, out.lam, out.key0, *tables(where), float(plan.eps),
-        float(plan.floor), H=H, KH=given.q.shape[2], D=D, SHIFT=int(plan.shift), SCALED=plan.scaled,
+        hopper_scaled_columns_gradient.backward_token, (where.slots * H,),
+        given.q, given.k, d_o, given.beta, given.lam, *given[5:], energies, residual, whole_states(states),
+        whole_states(out.states), kept, wild, out.q, out.k, out.v, out.beta, out.lam, out.key0, *tables(where),
+        float(plan.eps), float(plan.floor), H=H, KH=given.q.shape[2], D=D, SHIFT=int(plan.shift), SCALED=plan.scaled,
         DIRECT=plan.direct, BEFORE=plan.before, num_warps=8, maxnreg=128 if D == 64 else None,
     )  # fmt: skip
     return wild

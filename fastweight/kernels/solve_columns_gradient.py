@@ -51,7 +51,7 @@ from fastweight.kernels.tiles import (
     store_tile,
 )
 
-# Chunks that hopper_solve_columns_gradient.py leaves to `backward_chunk`: some column keeps less than this of its
+# Chunks that hopper_scaled_columns_gradient.py leaves to `backward_chunk`: some column keeps less than this of its
 # state, or some token less than that.
 LEAST_KEPT = tl.constexpr(2.0**-60)
 LEAST_KEPT_HALF = tl.constexpr(2.0**-4)  # in float16
