@@ -17,9 +17,8 @@ D = 128
 LEAST_PRODUCTS = {
     "hopper_windows.forward": 22,
     "hopper_windows_backward.backward_state": 30,
-    "hopper_windows_between.between": 80,
-    "hopper_windows_inside.inside": 20,
-    "hopper_windows_finish.finish": 40,
+    "hopper_windows_tokens.gradients": 40,
+    "hopper_windows_inside.inside": 12,
 }
 
 

@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 
 from fastweight.kernels import launch_hopper_windows, launch_windows
 
-TURN = ["forth", "back", "between", "inside", "finish"]  # the kernels of some blocks' backward pass
+TURN = ["forth", "back", "inside", "gradients"]  # the kernels of some blocks' backward pass
 BEFORE = {"timing": "read-before-write"}
 CASES = {
     "two blocks, a state": case("falcon-3", shape=(1, 58, 1, 1, 64, 64), state=True),
@@ -75,7 +75,7 @@ def walks(monkeypatch):
 @pytest.mark.parametrize("name", CASES)
 def test_interpreted_walks_equal_the_recurrence(name, walks):
     check(CASES[name], torch.float32, "cpu")
-    assert walks == ["forth", "forward", "backward_state", *TURN]
+    assert walks == ["measure", "forth", "forward", "backward_state", *TURN]
 
 
 @interpreted

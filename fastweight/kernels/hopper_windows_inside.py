@@ -1,8 +1,9 @@
-"""Regression over a window on Hopper: what `inside` of windows_gradient.py computes, by products alone.
+"""Regression over a window on Hopper: what a part gives itself, by products alone, for hopper_windows_tokens.py.
 
-For blocks of four parts. A program takes one part of a block of one head. Row (t, a) is pair t + a in the
-window of token t, 64 of them; sums over rows are products: of what is by row with a matrix that says which pair, which
-token or which later tokens a row counts for. With L = H M by row,
+For blocks of four parts. A program takes one part of a block of one head, and of what the walks gave its pairs and
+tokens only M = [dO; dZ] [W; F]^T. Row (t, a) is pair t + a in the window of token t, 64 of them; sums over rows are
+products: of what is by row with a matrix that says which pair, which token or which later tokens a row counts for. With
+L = H M by row,
 
     h r^T = L B^T    [dO r^T; dz r^T]^T = B M^T    dG_t,s = -decay w_t w_s h_t . r_s    dP_t,s = decay w_s dO_t . r_s
 
@@ -26,16 +27,35 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from fastweight.kernels.gates import load_head, step_gradient, store_head
-from fastweight.kernels.hopper_parts import ACC, FLAT, LEFT, SHARED, arrive, nil
-from fastweight.kernels.hopper_windows import COPY_16, COPY_32, LEFT_ONE, MIDDLE, NARROW, ONE, PAIR, halves
+from fastweight.kernels.hopper_parts import ACC, LEFT, SHARED, arrive, copy_rows, nil
+from fastweight.kernels.hopper_windows import (
+    COPY_16,
+    COPY_32,
+    COPY_64,
+    COPY_128,
+    LEFT_ONE,
+    MIDDLE,
+    NARROW,
+    ONE,
+    PAIR,
+    halves,
+)
 from fastweight.kernels.tiles import chunk_span, fade
-from fastweight.kernels.windows_maps import COUNT, ENERGY, VECTOR
 
 FOLDS = gl.constexpr(4)  # parts of a block
 FEW = gl.constexpr(gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[1, 4], instr_shape=[16, 8]))
 FEW_LEFT = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=FEW.value, k_width=2))
 FEW_RIGHT = gl.constexpr(gl.DotOperandLayout(operand_index=1, parent=FEW.value, k_width=2))
+MANY = gl.constexpr(gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[2, 2], instr_shape=[16, 8]))
+MANY_LEFT = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=MANY.value, k_width=2))
+MANY_RIGHT = gl.constexpr(gl.DotOperandLayout(operand_index=1, parent=MANY.value, k_width=2))
+
+
+@gluon.jit
+def copy_lines(shared, pointer, row, keep, W: gl.constexpr, L: gl.constexpr):
+    """Begins to copy rows of W numbers, or zeros."""
+    at = row[:, None] * W + gl.arange(0, shared.shape[1], gl.SliceLayout(0, L))[None, :]
+    async_copy.async_copy_global_to_shared(shared, pointer + at, mask=keep[:, None] & (at >= 0))
 
 
 @gluon.jit
@@ -66,12 +86,14 @@ def _at(decay, t, later):
 
 @gluon.jit(do_not_specialize=["base", "length", "chunks", "tokens"])
 def inside(
-    beta, lam, gram, reads, weight, decay, facts, rows, rows_back, met, read, through, d_gram, d_reads, d_beta, d_lam,
-    base, cu, chunk_seq, chunk_start, length, chunks, tokens, eps, floor,
-    H: gl.constexpr, WINDOW: gl.constexpr, PART: gl.constexpr, SHIFT: gl.constexpr, SCALED: gl.constexpr,
-    DIRECT: gl.constexpr, BEFORE: gl.constexpr,
+    v, d_o, missed, lead, gram, reads, weight, decay, rows, rows_back, own_gram, own_reads, own_log, own_weight,
+    base, cu, chunk_seq, chunk_start, length, chunks, tokens,
+    H: gl.constexpr, D: gl.constexpr, WINDOW: gl.constexpr, PART: gl.constexpr, SHIFT: gl.constexpr,
+    BEFORE: gl.constexpr,
 ):  # fmt: skip
-    """One part of a block of one head: its own share of dG and d(Q X^T), and the gradients of beta and lam."""
+    """One part of a block of one head: its own share of dG and d(Q X^T) [16, 16], and of what weights and log-decays
+    get, by token."""
+    WIDE: gl.constexpr = COPY_64 if D == 64 else COPY_128
     part = gl.program_id(0) % FOLDS
     h = gl.program_id(0) // FOLDS % H
     here = gl.program_id(0) // FOLDS // H
@@ -83,8 +105,10 @@ def inside(
     if left <= 0:
         return
     number = here.to(gl.int64) * H + h
-    matrix = number * (64 * 64)
     dtype: gl.constexpr = rows.dtype.element_ty
+    s_pulls = gl.allocate_shared_memory(dtype, [32, D], SHARED)
+    s_w = gl.allocate_shared_memory(dtype, [16, D], SHARED)
+    s_y = gl.allocate_shared_memory(dtype, [16, D], SHARED)
     s_b = gl.allocate_shared_memory(dtype, [64, 32], MIDDLE)
     s_h = gl.allocate_shared_memory(dtype, [64, 32], MIDDLE)
     s_most = gl.allocate_shared_memory(dtype, [32, 32], MIDDLE)
@@ -98,13 +122,14 @@ def inside(
     s_token = gl.allocate_shared_memory(dtype, [64, 16], NARROW)
     s_behind = gl.allocate_shared_memory(dtype, [64, 16], NARROW)
     s_since = gl.allocate_shared_memory(dtype, [16, 16], NARROW)
-    i = gl.arange(0, 64, gl.SliceLayout(1, COPY_16))[:, None]
-    j = gl.arange(0, 16, gl.SliceLayout(0, COPY_16))[None, :]
-    s_pair.store(gl.where(j == i // WINDOW + i % WINDOW, 1.0, 0.0).to(dtype))
-    s_token.store(gl.where(j == i // WINDOW, 1.0, 0.0).to(dtype))
-    s_behind.store(gl.where(j < i // WINDOW, 1.0, 0.0).to(dtype))
-    i = gl.arange(0, 16, gl.SliceLayout(1, COPY_16))[:, None]
-    s_since.store(gl.where(j < i if BEFORE else j <= i, 1.0, 0.0).to(dtype))
+    r = gl.arange(0, 16, gl.SliceLayout(1, WIDE)) + nil()
+    shelf = (number * FOLDS + part) * (16 * D)
+    copy_rows(s_pulls.slice(0, 16), d_o, first + start, r, h, 0, r < left, H, D, WIDE)
+    copy_lines(s_pulls.slice(16, 16), lead + shelf, r, r >= 0, D, WIDE)
+    copy_lines(s_w, missed + shelf, r, r >= 0, D, WIDE)
+    i = r - (WINDOW - 1)
+    keep = (i + start >= low + SHIFT) & (i < high - start)
+    copy_rows(s_y, v, first + start, i, h, 0, keep, H, D, WIDE)
     own_number = number * FOLDS + part
     line = h.to(gl.int64) * tokens + first + start
     r = gl.arange(0, 64, gl.SliceLayout(1, COPY_32)) + nil()
@@ -113,11 +138,13 @@ def inside(
     real = (r // WINDOW < left)[:, None] & (c >= 0)[None, :]
     async_copy.async_copy_global_to_shared(s_b, rows + at, mask=real)
     async_copy.async_copy_global_to_shared(s_h, rows_back + at, mask=real)
-    r = gl.arange(0, 32, gl.SliceLayout(1, COPY_32)) + nil()
-    pieces = gl.load(met + own_number * (32 * 32) + (r[:, None] * 32 + c[None, :]))
-    most = pieces.to(dtype)
-    s_most.store(most)
-    s_rest.store((pieces - most.to(gl.float32)).to(dtype))
+    i = gl.arange(0, 64, gl.SliceLayout(1, COPY_16))[:, None]
+    j = gl.arange(0, 16, gl.SliceLayout(0, COPY_16))[None, :]
+    s_pair.store(gl.where(j == i // WINDOW + i % WINDOW, 1.0, 0.0).to(dtype))
+    s_token.store(gl.where(j == i // WINDOW, 1.0, 0.0).to(dtype))
+    s_behind.store(gl.where(j < i // WINDOW, 1.0, 0.0).to(dtype))
+    i = gl.arange(0, 16, gl.SliceLayout(1, COPY_16))[:, None]
+    s_since.store(gl.where(j < i if BEFORE else j <= i, 1.0, 0.0).to(dtype))
     # By row, and by token.
     tok, place, u = _places(WINDOW)
     last = gl.minimum(tok, left - 1)
@@ -127,8 +154,17 @@ def inside(
     g_miss = _at(fading, last - 1, part > 0)
     g_begin = gl.load(fading - 1, mask=part > 0, other=0.0)
     g_end = gl.load(fading + left - 1)
-    corner = matrix + start * 65
+    corner = own_number * 256
     arrive()
+    # M, whose F is what Y does not miss.
+    pulls = s_pulls.load(MANY_LEFT)
+    with_w = mma_v2(pulls, s_w.permute((1, 0)).load(MANY_RIGHT), gl.zeros([32, 16], gl.float32, MANY))
+    with_y = mma_v2(pulls, s_y.permute((1, 0)).load(MANY_RIGHT), gl.zeros([32, 16], gl.float32, MANY))
+    pieces = gl.reshape(gl.permute(gl.join(with_w, with_y - with_w), (0, 2, 1)), [32, 32])
+    most = pieces.to(dtype)
+    s_most.store(most)
+    s_rest.store((pieces - most.to(gl.float32)).to(dtype))
+    _shown()
     lead = _fresh(s_h, s_most, 32, PAIR)
     lead = warpgroup_mma(s_h, s_rest, lead, is_async=True)
     back = _fresh(s_b, s_most.permute((1, 0)), 32, PAIR)
@@ -152,12 +188,12 @@ def inside(
     hr = _fresh(gl.convert_layout(lead.to(dtype), LEFT), s_b.permute((1, 0)), 64, ACC)
     felt_by = _fresh(felt_by, s_token.permute((1, 0)), 64, ACC)
     _tok, place, u = _places(WINDOW)
-    meets = gl.load(gram + corner + (place[:, None] * 64 + u[None, :]), mask=(place < 16)[:, None], other=0.0)
+    meets = gl.load(gram + corner + (place[:, None] * 16 + u[None, :]), mask=(place < 16)[:, None], other=0.0)
     meets = gl.convert_layout(meets.to(dtype), LEFT_ONE)
     hr, felt_by = warpgroup_mma_wait(0, deps=(hr, felt_by))
     hr *= felt_by
     pairs = _fresh(meets, s_pair.permute((1, 0)), 64, ACC)
-    sees = gl.load(reads + corner + (u[None, :] * 64 + place[:, None]),
+    sees = gl.load(reads + corner + (u[None, :] * 16 + place[:, None]),
                    mask=(place < 16)[:, None] & (u < left)[None, :], other=0.0)  # fmt: skip
     sees = gl.convert_layout((by_read * sees).to(dtype), LEFT_ONE)
     pairs = warpgroup_mma_wait(0, deps=(pairs,))
@@ -170,28 +206,12 @@ def inside(
     felt, by_pair = warpgroup_mma_wait(0, deps=(felt, by_pair))
     s_pairs.store(by_pair.to(dtype))
     tok, _place, u = _places(WINDOW)
-    r = gl.arange(0, 64, gl.SliceLayout(1, ONE)) + nil()
     felt = gl.where(tok[:, None] < u[None, :], felt + written[:, None], 0.0)
     felt -= gl.where(tok[:, None] > u[None, :], missed[:, None], 0.0)
-    pulls = gl.load(read + line + r, mask=r < left, other=0.0)
-    felt += gl.where(r[:, None] > u[None, :] if BEFORE else r[:, None] >= u[None, :], pulls[:, None], 0.0)
-    d_log = gl.sum(felt, axis=0) + gl.load(through + number * 16 + part)
+    d_log = gl.sum(felt, axis=0)
     d_w = gl.sum(gl.where(tok[:, None] == u[None, :], d_w[:, None], 0.0), axis=0)
-    d_log = gl.convert_layout(d_log, FLAT)
-    d_w = gl.convert_layout(d_w, FLAT)
-    t = gl.arange(0, 16, FLAT) + nil()
-    shelf = facts + h.to(gl.int64) * (tokens * (VECTOR + WINDOW)) + first + start
-    live = t < left
-    energy = gl.load(shelf + (ENERGY * tokens + t), mask=live, other=0.0)
-    count = gl.load(shelf + (COUNT * tokens + t), mask=live, other=1.0)
-    writes = live & (t - SHIFT >= low - start)
-    gain = load_head(beta, first + start, t, h, H, writes, 1.0)
-    ridge = load_head(lam, first + start, t, h, H, writes, 0.0)
-    d_gain, d_ridge, d_energy = step_gradient(
-        d_w / count, d_log, energy, gain, ridge, writes, eps, floor, SCALED, DIRECT, False
-    )
-    store_head(d_beta, d_gain, first + start, t, h, H, live)
-    store_head(d_lam, d_ridge, first + start, t, h, H, live)
+    gl.store(own_log + line + u, d_log, mask=u < left)
+    gl.store(own_weight + line + u, d_w, mask=u < left)
     # Rows of one pair added up: by pairs of earlier rows, by tokens that read.
     _shown()
     p = gl.arange(0, 16, gl.SliceLayout(1, FEW))[:, None] + nil()
@@ -200,18 +220,5 @@ def inside(
     nothing = gl.zeros([16, 16], gl.float32, FEW)
     d_read = mma_v2(which, s_reads.load(FEW_RIGHT), nothing)
     d_pairs = mma_v2(which, s_pairs.load(FEW_RIGHT), nothing)
-    if not DIRECT:
-        # d mu u u^T of each window.
-        vectors = shelf + VECTOR * tokens
-        keep = (p >= c) & (p < c + WINDOW) & (c < left)
-        by_pair = gl.load(vectors + ((p - c) * tokens + c), mask=keep, other=0.0)
-        t = gl.arange(0, 16, gl.SliceLayout(1, FEW_RIGHT))[:, None] + nil()
-        q = gl.arange(0, 16, gl.SliceLayout(0, FEW_RIGHT))[None, :] + nil()
-        keep = (q >= t) & (q < t + WINDOW) & (t < left)
-        by_token = gl.load(vectors + ((q - t) * tokens + t), mask=keep, other=0.0)
-        by_token *= gl.convert_layout(d_energy / count, gl.SliceLayout(1, FEW_RIGHT))[:, None]
-        d_pairs = mma_v2(gl.convert_layout(by_pair.to(dtype), FEW_LEFT), by_token.to(dtype), d_pairs)
-    at = d_reads + matrix + (start * 64 + part * 16) + (c * 64 + p)
-    gl.store(at, d_read.to(dtype), mask=(c < PART) & (p >= 0))
-    at = d_gram + matrix + part * (16 * 65) + (p * 64 + c)
-    gl.store(at, d_pairs.to(dtype))
+    gl.store(own_reads + corner + (c * 16 + p), d_read.to(dtype))
+    gl.store(own_gram + corner + (p * 16 + c), d_pairs.to(dtype))

@@ -43,13 +43,13 @@ def forth(
 ):  # fmt: skip
     """A and D [16, 32] of one part of a block of one head, where given, and where given B [ROWS, 32]."""
     h = gl.program_id(1)
-    n, _first, _low, high, number, corner, line, shelf = part_place(
+    n, _first, _low, high, number, _corner, line, shelf = part_place(
         gl.program_id(0), h, base, cu, chunk_seq, chunk_start, length, chunks, tokens, H, WINDOW, TOKENS, PAIRS, PART
     )
     if n < 0:
         return
-    matrix = gram + corner
-    seen = reads + corner
+    matrix = gram + number * (PAIRS * PAIRS)
+    seen = reads + number * (PAIRS * PAIRS)
     c = gl.arange(0, 32, COLUMNS)
     zero = gl.zeros([32], gl.float32, COLUMNS)
     at = number * (HELD * SIDES) + c
@@ -125,15 +125,15 @@ def back(
 ):  # fmt: skip
     """H [ROWS, 32] of one part of a block of one head: what `forth` does, in reverse."""
     h = gl.program_id(1)
-    n, _first, _low, high, number, corner, line, shelf = part_place(
+    n, _first, _low, high, number, _corner, line, shelf = part_place(
         gl.program_id(0), h, base, cu, chunk_seq, chunk_start, length, chunks, tokens, H, WINDOW, TOKENS, PAIRS, PART
     )
     if n < 0:
         return
     if high <= 0:  # of an earlier block's sequence, or of none: nothing reads these rows
         return
-    matrix = gram + corner
-    seen = reads + corner
+    matrix = gram + number * (PAIRS * PAIRS)
+    seen = reads + number * (PAIRS * PAIRS)
     c = gl.arange(0, 32, COLUMNS)
     zero = gl.zeros([32], gl.float32, COLUMNS)
     # Only differences within the part matter; its first token's row before may lie in another block.

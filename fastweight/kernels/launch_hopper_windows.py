@@ -1,7 +1,8 @@
 """Host side of hopper_windows.py: which calls it takes, what is kept for their backward pass, launches.
 
-Kept are the maps of parts (2 KB each in bfloat16, for 9 to 15 tokens) and, by slot, W and Z (windows_parts.py); no maps
-of blocks are ever made.
+Kept are the maps of parts (2 KB each in bfloat16, for 8 to 15 tokens), what their keys and queries have in common (as
+much, in float32) and, by slot, W and Z (windows_parts.py); no maps of blocks are ever made. What is made of parts on
+the way back is made for some blocks at a time.
 """
 
 from typing import Any, NamedTuple
@@ -9,19 +10,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fastweight.kernels import windows_maps
 from fastweight.kernels.geometry import Geometry
-from fastweight.kernels.launch import Gradients, Inputs, Plan, tables
+from fastweight.kernels.launch import Gradients, Inputs, Plan, precision, tables
 from fastweight.kernels.launch_hopper import available
 from fastweight.kernels.launch_windows import (
     HELD,
-    PAIRS,
     ROWS,
     SIDES,
     Block,
-    Measured,
     Turn,
     add_shared,
-    measure,
+    empty_facts,
     shared_room,
     turns_of,
 )
@@ -30,6 +30,7 @@ from fastweight.kernels.start import start
 DTYPES = (torch.bfloat16,)  # float16 has no range for maps, and float32 no matrix units
 UNIT = HELD * SIDES  # numbers of one map of a part
 PARTS = 4  # of a block, which so has 64 slots
+TURN = 7000  # blocks of heads at a time, about: each takes 36 KB while its gradients are found
 
 
 def fits(k: Tensor, v: Tensor, key0: Tensor | None, mask: Tensor | None, rebuild: bool) -> bool:
@@ -41,27 +42,36 @@ def fits(k: Tensor, v: Tensor, key0: Tensor | None, mask: Tensor | None, rebuild
 
 
 class Kept(NamedTuple):
-    """Maps of writes and of reads [2, blocks, H, parts, HELD, SIDES]; W and Z [2, blocks, H, slots, V]."""
+    """Maps of writes and of reads [2, blocks, H, parts, HELD, SIDES]; W and Z [2, blocks, H, slots, V], where saved;
+    X X^T and Q X^T of parts [2, blocks, H, parts, HELD, HELD], in float32."""
 
     maps: Tensor
     slots: Tensor | None
+    met: Tensor
 
     @classmethod
     def of(cls, flat: Tensor, v: Tensor, blocks: int, block: Block) -> "Kept":
         """The parts of what `empty` made."""
         H, V = v.shape[2:]
-        parts = 2 * blocks * H * block.parts
-        slots = flat[parts * UNIT :]
+        maps, slots, met = flat.split(_sizes(v, blocks, block, flat.numel()))
         return cls(
-            flat[: parts * UNIT].view(2, blocks, H, block.parts, HELD, SIDES),
+            maps.view(2, blocks, H, block.parts, HELD, SIDES),
             slots.view(2, blocks, H, block.parts * HELD, V) if len(slots) else None,
+            met.view(torch.float32).view(2, blocks, H, block.parts, HELD, HELD),
         )
+
+
+def _sizes(v: Tensor, blocks: int, block: Block, whole: int | None = None) -> tuple[int, int, int]:
+    """Numbers of v's dtype that `Kept` takes, one part after another; whole: the sum, if known."""
+    parts = 2 * blocks * v.shape[2] * block.parts
+    maps, slots, met = parts * UNIT, parts * HELD * v.shape[3], parts * HELD * HELD * 4 // v.element_size()
+    return maps, slots if whole is None else whole - maps - met, met
 
 
 def empty(v: Tensor, blocks: int, block: Block, save: bool) -> Tensor:
     """Room for `Kept`; W and Z only if they are to be saved."""
-    parts = 2 * blocks * v.shape[2] * block.parts
-    return v.new_empty(parts * (UNIT + (HELD * v.shape[3] if save else 0)))
+    maps, slots, met = _sizes(v, blocks, block)
+    return v.new_empty(maps + met + (slots if save else 0))
 
 
 def _walk(kernel: Any, plan: Plan, given: Inputs, where: Geometry, block: Block, *arguments: Any) -> None:
@@ -86,44 +96,46 @@ def aligned(given: Inputs, values: Tensor) -> tuple[Inputs, Tensor]:
 def forward(
     plan: Plan, given: Inputs, where: Geometry, block: Block, flat: Tensor, state0: Tensor | None, o: Tensor,
     states: Tensor | None, state1: Tensor,
-) -> Measured:  # fmt: skip
-    """Fills o, state1, the blocks' first states, and `flat`, which `empty` made."""
-    from fastweight.kernels import hopper_windows
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Fills o, state1, the blocks' first states, and `flat`, which `empty` made: weights, log-decays, facts."""
+    from fastweight.kernels import hopper_windows, hopper_windows_maps
 
-    turns = turns_of(where, given.v.shape[2])
-    found = Measured.of(given, block, turns)
+    (B, T, H, _V) = given.v.shape
+    weight = torch.empty(H, B * T, dtype=torch.float32, device=given.v.device)
+    decay, facts = torch.empty_like(weight), empty_facts(given.v, block.window)
     kept = Kept.of(flat, given.v, where.slots, block)
-    for turn in turns:
-        measure(plan, given, where, block, turn, found, True, True)
-        writes, reads = kept.maps[:, turn.first :]
-        _maps(plan, given, where, block, turn, found, reads, writes, None)
+    if where.slots and H:
+        _measure(plan, given, where, block, kept.met, weight, decay, facts)
+        start(
+            hopper_windows_maps.forth, (where.slots * PARTS, H),
+            *kept.met, weight, facts, kept.maps[1], kept.maps[0], None, 0, *tables(where),
+            **_of_parts(plan, given, block),
+        )  # fmt: skip
     slots = (None, None) if kept.slots is None else (kept.slots[0], kept.slots[1])
     _walk(
-        hopper_windows.forward, plan, given, where, block, given.v, found.decay, *_plane(kept),
+        hopper_windows.forward, plan, given, where, block, given.v, decay, *_plane(kept),
         None if state0 is None else state0.contiguous(), o, *slots, states, state1,
     )  # fmt: skip
-    return found
+    return weight, decay, facts
 
 
-def _maps(
-    plan: Plan, given: Inputs, where: Geometry, block: Block, turn: Turn, found: Measured, reads: Tensor | None,
-    writes: Tensor | None, rows: Tensor | None,
-) -> None:  # fmt: skip
-    """Maps of a turn's parts: of reads and writes, or where given of rows, forth and back."""
-    from fastweight.kernels import hopper_windows_maps
-
-    H, place = given.v.shape[2], (turn.first, *tables(where))
-    named = {"H": H, "PART": block.part, "ROWS": ROWS, "BEFORE": plan.before, **block.flags, "num_warps": 1}
-    measures = found.gram, found.reads, found.weight
+def _measure(plan, given, where, block, met: Tensor, weight: Tensor, decay: Tensor, facts: Tensor) -> None:
+    """X X^T and Q X^T of parts; weights, log-decays and facts of tokens."""
     start(
-        hopper_windows_maps.forth, (turn.blocks * PARTS, H),
-        *measures, found.facts, reads, writes, None if rows is None else rows[0], *place, **named,
+        windows_maps.measure, (where.slots, given.v.shape[2]),
+        given.q, given.k, given.beta, given.lam, None, None, None, *met, weight, decay, facts, 0, *tables(where),
+        float(plan.eps), float(plan.floor), BK=64, SHIFT=int(plan.shift), SCALED=plan.scaled, DIRECT=plan.direct,
+        DOT=precision(given.v.dtype), NEAR=block.part, **block.flags, **given.widths,
+        num_warps=4 if given.v.dtype == torch.float32 else 2,
     )  # fmt: skip
-    if rows is not None:
-        start(
-            hopper_windows_maps.back, (turn.blocks * PARTS, H),
-            *measures, found.decay, found.facts, rows[1], *place, **named,
-        )  # fmt: skip
+
+
+def _of_parts(plan: Plan, given: Inputs, block: Block) -> dict[str, Any]:
+    """Constants of hopper_windows_maps.py."""
+    return {
+        "H": given.v.shape[2], "WINDOW": block.window, "TOKENS": block.tokens, "PAIRS": HELD, "PART": block.part,
+        "ROWS": ROWS, "BEFORE": plan.before, "num_warps": 1,
+    }  # fmt: skip
 
 
 def _plane(kept: Kept) -> tuple[Tensor, int]:
@@ -146,71 +158,65 @@ def backward(
         hopper_windows_backward.backward_state, plan, given, where, block, d_o, known[1], *_plane(kept),
         None if d_state1 is None else d_state1.contiguous(), out.v, pulled[0], pulled[1], out.states, out.state0,
     )  # fmt: skip
-    turns = turns_of(where, H)
-    found = Measured.of(given, block, turns, known)
-    room = Scratch.of(given.v, len(found.gram), block)
-    read = torch.empty_like(found.decay)
+    turns = turns_of(where, H, TURN)
+    room = Scratch.of(given.v, max((turn.blocks for turn in turns), default=0), block)
+    own = torch.empty_like(known[0]), torch.empty_like(known[0])
     shared = shared_room(where, given, D)
     for turn in turns:
-        measure(plan, given, where, block, turn, found, False, True)
-        _maps(plan, given, where, block, turn, found, None, None, room.rows)
         chosen = slice(turn.first, turn.first + turn.blocks)
         slots = [tensor[chosen] for tensor in (*kept.slots, *pulled)]
-        _tokens(plan, given, where, block, turn, found, d_o, states, slots, room, read, shared, out)
+        met = kept.met[0][chosen], kept.met[1][chosen]
+        _tokens(plan, given, where, block, turn, known, met, d_o, states, slots, room, own, shared, out)
     if turns:
         add_shared(plan, given, where, block, shared, out)
 
 
 class Scratch(NamedTuple):
-    """What is made on the way for some blocks of every head: B and H of parts, M, dG, d(Q X^T), what passes."""
+    """What is made on the way for parts of some blocks of every head: B and H, and of themselves dG and d(Q X^T)."""
 
     rows: Tensor
-    met: Tensor
     d_gram: Tensor
     d_reads: Tensor
-    through: Tensor
 
     @classmethod
     def of(cls, v: Tensor, blocks: int, block: Block) -> "Scratch":
-        H, wide = v.shape[2], torch.float32
-        parts = blocks * block.parts
-        square = blocks, H, PAIRS, PAIRS
-        return cls(
-            v.new_empty(2, parts, H, ROWS, SIDES),
-            v.new_empty(parts, H, SIDES, SIDES, dtype=wide), v.new_empty(square), v.new_empty(square),
-            v.new_empty(blocks, H, HELD, dtype=wide),
-        )  # fmt: skip
+        parts = blocks, v.shape[2], block.parts
+        square = (*parts, HELD, HELD)
+        return cls(v.new_empty(2, *parts, ROWS, SIDES), v.new_empty(square), v.new_empty(square))
 
 
 def _tokens(
-    plan: Plan, given: Inputs, where: Geometry, block: Block, turn: Turn, found: Measured, d_o: Tensor, states: Tensor,
-    slots: list[Tensor], room: Scratch, read: Tensor, shared: Tensor, out: Gradients,
+    plan: Plan, given: Inputs, where: Geometry, block: Block, turn: Turn, known: tuple[Tensor, ...],
+    met: tuple[Tensor, Tensor], d_o: Tensor, states: Tensor, slots: list[Tensor], room: Scratch,
+    own: tuple[Tensor, Tensor], shared: Tensor, out: Gradients,
 ) -> None:  # fmt: skip
     """Fills the gradients of queries, keys and gates of a turn's blocks, and the shares of other blocks' keys.
 
-    slots: W, Z, dZ and dF; read: room for dO . reads.
+    slots: W, Z, dZ and dF; own: room for what log-decays and weights get within their part.
     """
-    from fastweight.kernels import hopper_windows_between, hopper_windows_finish, hopper_windows_inside
+    from fastweight.kernels import hopper_windows_inside, hopper_windows_maps, hopper_windows_tokens
 
     H, D = given.v.shape[2:]
-    _missed, wrote, _lead, df = slots
-    both = room.d_gram, room.d_reads
+    weight, decay, facts = known
+    missed, wrote, lead, df = slots
     place = turn.first, *tables(where)
-    flags = {"H": H, "WINDOW": block.window, "PART": block.part, "SHIFT": int(plan.shift), "BEFORE": plan.before}
-    widths = {"KH": given.q.shape[2], "D": D, **flags}
+    parts = (turn.blocks * PARTS, H), _of_parts(plan, given, block)
     start(
-        hopper_windows_between.between, (turn.blocks * H,),
-        given.q, given.k, given.v, d_o, found.decay, states, out.states, *slots, room.met, *both, read, room.through,
-        *place, num_warps=4, **widths,
+        hopper_windows_maps.forth, parts[0], *met, weight, facts, None, None, room.rows[0], *place, **parts[1],
     )  # fmt: skip
+    start(hopper_windows_maps.back, parts[0], *met, weight, decay, facts, room.rows[1], *place, **parts[1])
+    flags = {
+        "H": H, "D": D, "WINDOW": block.window, "PART": block.part, "SHIFT": int(plan.shift), "BEFORE": plan.before,
+        "num_warps": 4,
+    }  # fmt: skip
     start(
         hopper_windows_inside.inside, (turn.blocks * H * PARTS,),
-        given.beta, given.lam, found.gram, found.reads, found.weight, found.decay, found.facts, *room.rows, room.met,
-        read, room.through, *both, out.beta, out.lam, *place, float(plan.eps), float(plan.floor),
-        SCALED=plan.scaled, DIRECT=plan.direct, num_warps=4, maxnreg=128, **flags,
+        given.v, d_o, missed, lead, *met, weight, decay, *room.rows, room.d_gram, room.d_reads, *own, *place,
+        maxnreg=128, **flags,
     )  # fmt: skip
     start(
-        hopper_windows_finish.finish, (turn.blocks * H * (D // 64),),
-        given.q, given.k, d_o, found.decay, states, out.states, wrote, df, *both, out.q, out.k, shared, *place,
-        num_warps=4, **widths,
+        hopper_windows_tokens.gradients, (turn.blocks * H,),
+        given.q, given.k, d_o, given.beta, given.lam, decay, facts, states, out.states, wrote, df, room.d_gram,
+        room.d_reads, *own, out.q, out.k, shared, out.beta, out.lam, *place, float(plan.eps), float(plan.floor),
+        KH=given.q.shape[2], SCALED=plan.scaled, DIRECT=plan.direct, **flags,
     )  # fmt: skip

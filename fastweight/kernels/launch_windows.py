@@ -83,11 +83,11 @@ class Turn(NamedTuple):
     blocks: int
 
 
-def turns_of(where: Geometry, heads: int) -> list[Turn]:
-    """All blocks; in equal turns where there are many."""
+def turns_of(where: Geometry, heads: int, turn: int | None = None) -> list[Turn]:
+    """All blocks; in equal turns, of about `turn` blocks of heads (TURN if not said), where there are many."""
     if not where.slots or not heads:
         return []
-    number = max(1, min(where.slots, round(where.slots * heads / TURN)))
+    number = max(1, min(where.slots, round(where.slots * heads / (turn or TURN))))
     count = -(-where.slots // number)
     return [Turn(first, min(count, where.slots - first)) for first in range(0, where.slots, count)]
 
@@ -226,7 +226,7 @@ def forward(plan, q, k, v, beta, lam, state0, key0, has_key, mask, cu_seqlens, s
     if block.on_hopper:
         given, _ = launch_hopper_windows.aligned(given, given.v)
         found = launch_hopper_windows.forward(plan, given, where, block, maps, state0, o, kept, state1)
-        return o, state1, found.weight, found.decay, found.facts, maps, states
+        return o, state1, *found, maps, states
     found = _join(plan, given, where, block, maps)
     _run(plan, given, where, block, found.decay, maps, state0, o, kept, state1)
     if save and plan.rebuild:

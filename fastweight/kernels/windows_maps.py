@@ -128,7 +128,7 @@ def measure(
     """X X^T and Q X^T of one block of one head; where asked weights, cumulative log-decays and facts of its tokens.
 
     base: the first block that is asked for; what is kept of blocks, not of tokens, begins with it.
-    NEAR: 0, or tokens of a part, if only what meets within a part (16 pairs) is to be written.
+    NEAR: 0, or tokens of a part, if what meets within parts is to be written, 16 x 16 numbers a part, and nothing else.
     """
     h = tl.program_id(1)
     n, first, low, high = chunk_span(tl.program_id(0) + base, cu, chunk_seq, chunk_start, length, chunks, TOKENS)
@@ -149,10 +149,17 @@ def measure(
     square = (tl.program_id(0).to(tl.int64) * H + h) * (PAIRS * PAIRS)
     at = t[:, None] * PAIRS + t[None, :]
     if NEAR:
-        end = t // NEAR * NEAR + 16
-        near = (t[:, None] < end[None, :]) & (t[None, :] < end[:, None])
-        tl.store(gram + square + at, g, mask=near)
-        tl.store(reads + square + at, p, mask=near)
+        PARTS: tl.constexpr = TOKENS // NEAR
+        square = (tl.program_id(0).to(tl.int64) * H + h) * (PARTS * 256)
+        late = tl.minimum(tl.minimum(t[:, None], t[None, :]) // NEAR, PARTS - 1)
+        for earlier in tl.static_range(2):
+            part = late - earlier
+            row = t[:, None] - part * NEAR
+            column = t[None, :] - part * NEAR
+            at = part * 256 + row * 16 + column
+            near = (part >= 0) & (row < 16) & (column < 16)
+            tl.store(gram + square + at, g, mask=near)
+            tl.store(reads + square + at, p, mask=near)
     else:
         tl.store(gram + square + at, g)
         tl.store(reads + square + at, p)
@@ -161,7 +168,11 @@ def measure(
         entries = ()
         for a in tl.static_range(WINDOW):
             for b in tl.static_range(a + 1):
-                entries = entries + (tl.load(gram + square + (t + a) * PAIRS + t + b, mask=own, other=0.0),)
+                if NEAR:
+                    at = t // NEAR * 256 + (t % NEAR + a) * 16 + t % NEAR + b
+                else:
+                    at = (t + a) * PAIRS + t + b
+                entries = entries + (tl.load(gram + square + at, mask=own, other=0.0),)
         energy, vector = top_eigenvector(entries, WINDOW)
         count, writes = window_count(has_key, unmasked, first, t, low, high, n, WINDOW, SHIFT)
         energy /= count

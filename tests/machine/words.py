@@ -67,9 +67,9 @@ def inline_asm_elementwise(asm: str, constraints: str, args: list[Any], **_: Any
 
 
 @word
-def associative_scan(value: Tile, axis: int, combine: Any) -> Tile:
+def associative_scan(value: Tile, axis: int, combine: Any, reverse: bool = False) -> Tile:
     assert float(combine(tile(2.0), tile(3.0))) == 5, "sums only"
-    return tile(torch.cumsum(value, axis))
+    return tile(value.flip(axis).cumsum(axis).flip(axis) if reverse else torch.cumsum(value, axis))
 
 
 @word
@@ -116,6 +116,7 @@ WORDS |= {
     "exp2": torch.exp2,
     "log2": torch.log2,
     "abs": torch.abs,
+    "sqrt": torch.sqrt,
     "sum": _reduce("sum"),
     "min": _reduce("amin"),
     "max": _reduce("amax"),
@@ -127,6 +128,7 @@ WORDS |= {
     "cdiv": lambda a, b: -(-a // b),
     "static_range": range,
     "range": lambda *ends, **_: range(*map(int, ends)),
+    "join": lambda a, b: torch.stack((a, b), -1),
     "split": lambda value: (value[..., 0], value[..., 1]),
     "debug_barrier": lambda: None,
     "convert_layout": lambda value, layout: value,
