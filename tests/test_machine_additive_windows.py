@@ -1,9 +1,9 @@
-"""Windows in one walk in reverse, and the tiles that come a chunk ahead, on the machine of tests/machine."""
+"""Windows in one walk in reverse, on the machine of tests/machine."""
 
 import pytest
 import torch
 
-from fastweight.kernels import launch, launch_additive, unproven
+from fastweight.kernels import launch, launch_additive
 from tests.kernel_harness import Case, case, check
 from tests.test_machine import KERNELS, machine, taken
 
@@ -25,11 +25,6 @@ WINDOWS = [
     case("falcon-3a", ridge=1e6, beta=2.0, shape=(1, 130, 1, 1, 64, 64)),
 ]  # fmt: skip
 LONG = case("falcon-3a", shape=(1, 260, 1, 1, 64, 64), state=True)
-
-
-@pytest.fixture(autouse=True)
-def asked(monkeypatch):
-    monkeypatch.setenv(unproven.SWITCH, "1")
 
 
 def name(test: Case) -> str:

@@ -5,7 +5,6 @@ launch_hopper says which calls they take, `takes_backward` which of these the se
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fastweight.kernels.geometry import Geometry
@@ -93,7 +92,6 @@ def backward(
 
     weight, decay, sums = steps
     H, K, pieces = given.v.shape[2], given.q.shape[3], _pieces(walk, True)
-    ahead = plan.window > 1 or K == 128  # at width 64 there are two programs at once
     halo, by_hand = (None, None), (None, None, None)  # no pair is in two chunks, and gradients go out by descriptors
     if plan.window > 1:
         shared = pieces if walk.segments > 1 else 0
@@ -106,7 +104,7 @@ def backward(
         *(tiles(tensor, K) for tensor in (out.q, out.k, out.v)), by_hand[0], out.k, by_hand[1], *halo,
         given.beta, given.lam, out.beta, out.lam, weight, decay, by_hand[2],
         None if d_end is None else d_end.contiguous(), d_start, *walk.arguments[2:], float(plan.eps),
-        float(plan.floor), V=K, WINDOW=plan.window, BEFORE=plan.before, AHEAD=ahead, **given.widths,
+        float(plan.floor), V=K, WINDOW=plan.window, BEFORE=plan.before, **given.widths,
         **gate_flags(plan), num_warps=K // 16,
     )  # fmt: skip
     if plan.window > 1 and walk.segments > 1:
