@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastweight.kernels import windows_maps
 from fastweight.kernels.geometry import Geometry
-from fastweight.kernels.launch import Gradients, Inputs, Plan, precision, tables
+from fastweight.kernels.launch import Gradients, Inputs, Plan, tables
 from fastweight.kernels.launch_hopper import available
 from fastweight.kernels.launch_windows import (
     HELD,
@@ -121,12 +120,19 @@ def forward(
 
 def _measure(plan, given, where, block, met: Tensor, weight: Tensor, decay: Tensor, facts: Tensor) -> None:
     """X X^T and Q X^T of parts; weights, log-decays and facts of tokens."""
+    from fastweight.kernels import hopper_windows_measure
+
+    H, D = given.v.shape[2:]
+    grid, place = (where.slots * H,), tables(where)
+    flags = {"H": H, "WINDOW": block.window, "PART": block.part, "SHIFT": int(plan.shift)}
     start(
-        windows_maps.measure, (where.slots, given.v.shape[2]),
-        given.q, given.k, given.beta, given.lam, None, None, None, *met, weight, decay, facts, 0, *tables(where),
-        float(plan.eps), float(plan.floor), BK=64, SHIFT=int(plan.shift), SCALED=plan.scaled, DIRECT=plan.direct,
-        DOT=precision(given.v.dtype), NEAR=block.part, **block.flags, **given.widths,
-        num_warps=4 if given.v.dtype == torch.float32 else 2,
+        hopper_windows_measure.meet, grid, given.q, given.k, *met, *place,
+        KH=given.q.shape[2], D=D, num_warps=4, maxnreg=128, **flags,
+    )  # fmt: skip
+    start(
+        hopper_windows_measure.take_facts, grid,
+        met[0], given.beta, given.lam, weight, decay, facts, *place, float(plan.eps), float(plan.floor),
+        SCALED=plan.scaled, DIRECT=plan.direct, num_warps=1, **flags,
     )  # fmt: skip
 
 

@@ -117,20 +117,16 @@ class Measured(NamedTuple):
 
 
 def measure(
-    plan: Plan, given: Inputs, where: Geometry, block: Block, turn: Turn, found: Measured, facts: bool,
-    near: bool = False,
-) -> None:  # fmt: skip
-    """Measures the blocks of a turn; the facts of their tokens, weights and log-decays if asked to.
-
-    near: only what meets within parts is wanted.
-    """
+    plan: Plan, given: Inputs, where: Geometry, block: Block, turn: Turn, found: Measured, facts: bool
+) -> None:
+    """Measures the blocks of a turn; the facts of their tokens, weights and log-decays if asked to."""
     tokens = found[:3] if facts else (None, None, None)
     start(
         windows_maps.measure, (turn.blocks, given.v.shape[2]),
         given.q, given.k, given.beta, given.lam, given.key0, given.has_key, given.unmasked, found.gram, found.reads,
         *tokens, turn.first, *tables(where), float(plan.eps), float(plan.floor),
         BK=min(64, wide(given.q.shape[3], 16)), SHIFT=int(plan.shift), SCALED=plan.scaled, DIRECT=plan.direct,
-        DOT=precision(given.v.dtype), NEAR=block.part if near else 0, **block.flags, **given.widths,
+        DOT=precision(given.v.dtype), **block.flags, **given.widths,
         num_warps=4 if given.v.dtype == torch.float32 else 2,
     )  # fmt: skip
 

@@ -16,6 +16,7 @@ from fastweight.kernels.gates import load_head, step_log_decay, step_sizes
 from fastweight.kernels.tiles import chunk_span, has_pair, load_keys, load_tile, source_rows
 
 SQUARINGS = tl.constexpr(19)
+SINGLE = tl.constexpr(1e-6)  # of a trace of 1, what the squares of eigenvalues may miss of it: the next square, its square
 ENERGY = tl.constexpr(0)  # places in `facts`
 COUNT = tl.constexpr(1)
 CARRY = tl.constexpr(2)
@@ -49,9 +50,8 @@ def window_count(has_key, unmasked, first, t, low, high, n, WINDOW: tl.constexpr
 
 @triton.jit
 def _square(m, R: tl.constexpr):
-    """M M over its trace (0 if that is 0) of symmetric matrices given by their lower triangles, row by row."""
+    """M M over its trace (0 if that is 0), and the trace, of symmetric matrices: their lower triangles, row by row."""
     out = ()
-    trace = tl.zeros_like(m[0])
     for i in tl.static_range(R):
         for j in tl.static_range(i + 1):
             total = m[i * (i + 1) // 2] * m[j * (j + 1) // 2]
@@ -63,20 +63,24 @@ def _square(m, R: tl.constexpr):
                 total += m[k * (k + 1) // 2 + i] * m[k * (k + 1) // 2 + j]
             out = out + (total,)
             if i == j:
-                trace += total
+                if i:
+                    trace += total
+                else:
+                    trace = total
     scale = 1 / tl.where(trace > 0, trace, 1.0)
     scaled = ()
     for p in tl.static_range(R * (R + 1) // 2):
         scaled = scaled + (out[p] * scale,)
-    return scaled
+    return scaled, trace
 
 
 @triton.jit
 def top_eigenvector(m, R: tl.constexpr):
     """Largest eigenvalue of positive semidefinite matrices (see `_square`), and a tuple: a unit eigenvector of it.
 
-    The Rayleigh quotient of the 2^19-th power, whose columns lie in the top eigenspace. Eigenvalues that it has not
-    separated lie within R 2^-20 of each other, which is the error.
+    The Rayleigh quotient of the 2^19-th power, whose columns lie in the top eigenspace, or of the power from which on
+    no matrix has more than one eigenvalue left. Eigenvalues that it has not separated lie within R 2^-20 of each other,
+    which is the error.
     A zero matrix has the vector 0, for which no gradient passes.
     """
     total = m[0]
@@ -87,10 +91,14 @@ def top_eigenvector(m, R: tl.constexpr):
     for p in tl.static_range(R * (R + 1) // 2):
         power = power + (m[p] * scale,)
     m = power
-    for _ in range(SQUARINGS):
-        power = _square(power, R)
-    value = tl.zeros_like(total)
-    for i in tl.static_range(R):
+    done = 0
+    left = 1.0
+    while (done < SQUARINGS) & (left > SINGLE):
+        power, trace = _square(power, R)
+        left = tl.max(tl.where(trace > 0, 1 - trace, 0.0), axis=0)  # of the power before this one
+        done += 1
+    value = m[0] * power[0]
+    for i in tl.static_range(1, R):
         for j in tl.static_range(i + 1):
             value += (1 if i == j else 2) * m[i * (i + 1) // 2 + j] * power[i * (i + 1) // 2 + j]
     best = power[0]
@@ -99,8 +107,8 @@ def top_eigenvector(m, R: tl.constexpr):
     # The column with the largest diagonal is the longest; of equal ones the last.
     vector = ()
     for i in tl.static_range(R):
-        entry = tl.zeros_like(best)
-        for j in tl.static_range(R):
+        entry = power[i * (i + 1) // 2]
+        for j in tl.static_range(1, R):
             chosen = power[j * (j + 1) // 2 + j] == best
             if j < i:
                 entry = tl.where(chosen, power[i * (i + 1) // 2 + j], entry)
@@ -123,12 +131,10 @@ def measure(
     base, cu, chunk_seq, chunk_start, length, chunks, tokens, eps, floor,
     H: tl.constexpr, KH: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, WINDOW: tl.constexpr, TOKENS: tl.constexpr,
     PAIRS: tl.constexpr, SHIFT: tl.constexpr, SCALED: tl.constexpr, DIRECT: tl.constexpr, DOT: tl.constexpr,
-    NEAR: tl.constexpr,
 ):  # fmt: skip
     """X X^T and Q X^T of one block of one head; where asked weights, cumulative log-decays and facts of its tokens.
 
     base: the first block that is asked for; what is kept of blocks, not of tokens, begins with it.
-    NEAR: 0, or tokens of a part, if what meets within parts is to be written, 16 x 16 numbers a part, and nothing else.
     """
     h = tl.program_id(1)
     n, first, low, high = chunk_span(tl.program_id(0) + base, cu, chunk_seq, chunk_start, length, chunks, TOKENS)
@@ -148,31 +154,14 @@ def measure(
         p = tl.dot(qt, tl.trans(x), acc=p, input_precision=DOT)
     square = (tl.program_id(0).to(tl.int64) * H + h) * (PAIRS * PAIRS)
     at = t[:, None] * PAIRS + t[None, :]
-    if NEAR:
-        PARTS: tl.constexpr = TOKENS // NEAR
-        square = (tl.program_id(0).to(tl.int64) * H + h) * (PARTS * 256)
-        late = tl.minimum(tl.minimum(t[:, None], t[None, :]) // NEAR, PARTS - 1)
-        for earlier in tl.static_range(2):
-            part = late - earlier
-            row = t[:, None] - part * NEAR
-            column = t[None, :] - part * NEAR
-            at = part * 256 + row * 16 + column
-            near = (part >= 0) & (row < 16) & (column < 16)
-            tl.store(gram + square + at, g, mask=near)
-            tl.store(reads + square + at, p, mask=near)
-    else:
-        tl.store(gram + square + at, g)
-        tl.store(reads + square + at, p)
+    tl.store(gram + square + at, g)
+    tl.store(reads + square + at, p)
     if facts is not None:
         tl.debug_barrier()
         entries = ()
         for a in tl.static_range(WINDOW):
             for b in tl.static_range(a + 1):
-                if NEAR:
-                    at = t // NEAR * 256 + (t % NEAR + a) * 16 + t % NEAR + b
-                else:
-                    at = (t + a) * PAIRS + t + b
-                entries = entries + (tl.load(gram + square + at, mask=own, other=0.0),)
+                entries = entries + (tl.load(gram + square + (t + a) * PAIRS + t + b, mask=own, other=0.0),)
         energy, vector = top_eigenvector(entries, WINDOW)
         count, writes = window_count(has_key, unmasked, first, t, low, high, n, WINDOW, SHIFT)
         energy /= count

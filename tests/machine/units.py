@@ -65,7 +65,7 @@ class Pointer:
 
 def _noted(notes: dict[int, torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
     """What is noted of every element of a tensor, a number that is 0 at first."""
-    key = tensor.untyped_storage().data_ptr()
+    key = tensor.untyped_storage().data_ptr() + tensor.itemsize  # numbers of each size have notes of their own
     if key not in notes:
         notes[key] = torch.zeros(tensor.untyped_storage().nbytes() // tensor.itemsize, dtype=torch.int32)
     return notes[key].as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
