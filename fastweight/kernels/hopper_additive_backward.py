@@ -25,7 +25,6 @@ their places.
 # pyright: basic, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false, reportReturnType=false
 # pyright: reportOptionalMemberAccess=false, reportAssignmentType=false
-# ruff: noqa: RUF005
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -68,6 +67,7 @@ from fastweight.kernels.hopper_additive_sums import (
 from fastweight.kernels.hopper_additive_windows import (
     leave,
     leave_reads,
+    left_behind,
     load_window,
     of_steps,
     pairs_of,
@@ -233,6 +233,9 @@ def backward(
         if more:
             left = length - ahead
             soon, near = _load(weight, decay, sums, line, after, ahead, left, i, WINDOW, BEFORE, num_warps)
+        if WINDOW > 1:
+            more_y = left_behind(out_v, at, 0, first - at, h, c, H, V, WINDOW, num_warps)
+            more_x = left_behind(d_k, at, SHIFT, first - at, h, c, H, K, WINDOW, num_warps)
         every: gl.constexpr = gl.BlockedLayout([num_warps], [32], [num_warps], [0])
         d_w, d_log = decays_of(added, numbers, stage, g_last, BEFORE, WIDE, each)
         d_log += gl.sum(per_warp.load(every), axis=0) * carry
@@ -262,7 +265,7 @@ def backward(
         if WINDOW == 1:
             tma.async_copy_shared_to_global(d_v_desc, [n, at, h * V], s_dy)
         else:
-            leave(out_v, s_dy.reshape([64, V]), at, 0, first - at, h, high, c, count, halo_v, seg, H, V, WINDOW,
+            leave(out_v, more_y, s_dy.reshape([64, V]), at, 0, first - at, h, high, c, count, halo_v, seg, H, V, WINDOW,
                   num_warps)  # fmt: skip
         s_dq, s_dx = features[0].index(stage + nil()), features[1].index(stage + nil())
         s_dq.reshape([64, K]).store(d_q.to(dtype))
@@ -282,8 +285,8 @@ def backward(
         bring(often, pulls, pull_bars, stage, ((n, ahead - STRIDE, h * V),), c + 2 < count)
         if WINDOW > 1:
             leave_reads(out_q, s_dq.reshape([64, K]), at, first - at, h, high, H, K, num_warps)
-            leave(d_k, s_dx.reshape([64, K]), at, SHIFT, first - at, h, high, c, count, halo_k, seg, H, K, WINDOW,
-                  num_warps)  # fmt: skip
+            leave(d_k, more_x, s_dx.reshape([64, K]), at, SHIFT, first - at, h, high, c, count, halo_k, seg, H, K,
+                  WINDOW, num_warps)  # fmt: skip
         else:
             tma.async_copy_shared_to_global(d_q_desc, [n, at, h * K], s_dq)
             if at >= SHIFT:

@@ -175,18 +175,37 @@ def _rows_at(base, i, col, H: gl.constexpr, W: gl.constexpr):
 
 
 @gluon.jit
+def _last_rows(pointer, at, shift, first, h, H: gl.constexpr, W: gl.constexpr, WINDOW: gl.constexpr,
+               num_warps: gl.constexpr):  # fmt: skip
+    """Numbers of a chunk's last eight pairs [8], and addresses of their gradients [8, W]."""
+    few: gl.constexpr = gl.BlockedLayout([1, 4], [128 // W, W // 4], [num_warps, 1], [1, 0])
+    i = nil() + gl.arange(56, 64, layout=gl.SliceLayout(1, few))
+    col = gl.arange(0, W, layout=gl.SliceLayout(0, few))
+    base = pointer + (first + at - (WINDOW - 1) - shift) * (H * W) + h * W
+    return i, base + (i[:, None] * (H * W) + col[None, :])
+
+
+@gluon.jit
+def left_behind(
+    pointer, at, shift, first, h, c, H: gl.constexpr, W: gl.constexpr, WINDOW: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """What the chunk behind has left [8, W] for the pairs that it shares with this one, long before `leave` adds it."""
+    i, address = _last_rows(pointer, at, shift, first, h, H, W, WINDOW, num_warps)
+    return gl.load(address, mask=((i >= 65 - WINDOW) & (c > 0))[:, None], other=0.0)
+
+
+@gluon.jit
 def leave(
-    pointer, stage, at, shift, first, h, high, c, count, halo, piece,
+    pointer, more, stage, at, shift, first, h, high, c, count, halo, piece,
     H: gl.constexpr, W: gl.constexpr, WINDOW: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Writes the gradient [64, W] of a chunk's pairs to the tokens `shift` before them.
 
     at: of the chunk's first step in its sequence; first: of the sequence in all tokens; high: how many steps there are;
-    c: how many chunks of this program came before it, of `count`.
+    c: how many chunks of this program came before it, of `count`; more: what the last of them left behind.
     """
     HALO: gl.constexpr = WINDOW - 1
     line: gl.constexpr = gl.BlockedLayout([1, 8], [256 // W, W // 8], [num_warps, 1], [1, 0])
-    few: gl.constexpr = gl.BlockedLayout([1, 4], [128 // W, W // 4], [num_warps, 1], [1, 0])
     tile = stage.load(line)
     i = gl.arange(0, 64, layout=gl.SliceLayout(1, line))
     col = gl.arange(0, W, layout=gl.SliceLayout(0, line))
@@ -198,11 +217,8 @@ def leave(
         there = halo + (piece.to(gl.int64) * (SHARED_ROWS * H) + h) * W
         gl.store(_rows_at(there, i, col, H, W), tile, mask=(i < HALO)[:, None])
     if c > 0:
-        i8 = nil() + gl.arange(56, 64, layout=gl.SliceLayout(1, few))
-        col8 = gl.arange(0, W, layout=gl.SliceLayout(0, few))
-        at8 = base + (i8[:, None] * (H * W) + col8[None, :])
-        more = gl.load(at8, mask=(i8 >= 64 - HALO)[:, None], other=0.0)
-        gl.store(at8, stage.slice(56, 8, 0).load(few) + more, mask=(i8 >= own)[:, None])
+        i8, at8 = _last_rows(pointer, at, shift, first, h, H, W, WINDOW, num_warps)
+        gl.store(at8, stage.slice(56, 8, 0).load(more.type.layout) + more, mask=(i8 >= own)[:, None])
     gl.store(_rows_at(base, i, col, H, W), tile, mask=((i >= own) & (i < own_end))[:, None])
 
 
