@@ -1,11 +1,11 @@
 """One GPU against several through `fastweight train lm`: the same losses with DDP and FSDP2, and tokens/s.
 
     python -m benchmarks.lm_two --gpus 2            prints a table, writes results/lm/two.json and .png
-    python -m benchmarks.lm_two --runs one,ddp,ddp+ahead --gaps ddp,ddp+ahead      where the device stands still
+    python -m benchmarks.lm_two --runs one,ddp --gaps ddp      where the device stands still
 
 Runs of one recipe on the same random tokens, the same global batch, bf16 autocast: one process, several with DDP,
-with FSDP2; "+ahead" lets the host go on while batches are copied (FASTWEIGHT_UNPROVEN=1). Losses are compared at every
-line of metrics.jsonl with bfloat16's rounding as the measure; the rate is the median of the second half of the lines.
+with FSDP2. Losses are compared at every line of metrics.jsonl with bfloat16's rounding as the measure; the rate is the
+median of the second half of the lines.
 
 Traps: random tokens are learned by their frequencies alone, so losses fall little; that they agree says that gradients
 and steps do. All start at once, to import and compile at the same time, and take turns from step WAIT on, so that one
@@ -29,7 +29,6 @@ import torch
 
 from benchmarks import gaps
 from fastweight.cli import main as main_of_fastweight
-from fastweight.kernels import unproven
 
 STEPS, EVERY, WAIT, PROFILED, ALLOWED = 12, 4, 4, 2, 2**-8
 MICRO_BATCHES = 4  # of a step on each of several GPUs; lm-paper has 8 on two
@@ -37,7 +36,6 @@ SETTINGS = (
     f"training.steps={STEPS + PROFILED}", f"training.log_every={EVERY}", "training.validate_every=0",
     "training.precision=bf16", "training.checkpoint_every=1000", "optimizer.warmup_steps=4", "engine.report=none",
 )  # fmt: skip
-AHEAD = "+ahead"
 KINDS = ("one", "ddp", "fsdp2")
 BEGAN = "LM_TWO_BEGAN"  # variable of the environment: when the parent began
 
@@ -161,25 +159,28 @@ class Plan(NamedTuple):
 
 
 def gpus_of(name: str, plan: Plan) -> int:
-    return 1 if name.startswith("one") else plan.gpus
+    return 1 if name == "one" else plan.gpus
 
 
 def started(name: str, place: int, after: str, work: Path, plan: Plan) -> list[subprocess.Popen[bytes]]:
     """The processes of the run `name`, the `place`th in the order, as torchrun would start them; its own launcher is
     one more process to import and to end."""
-    gpus, kind = gpus_of(name, plan), name.removesuffix(AHEAD)
+    gpus = gpus_of(name, plan)
     command = [sys.executable, "-m", "benchmarks.lm_two", "--worker", name, str(work / after)]
     command += [str(work / f"{name}.done"), "gaps" if name in plan.profiled else "none"]
     command += ["train", "lm", "--recipe", plan.recipe, "--data", str(work / "data"), "--out", str(work / name)]
     command += ["--max-steps", str(STEPS + (PROFILED if name in plan.profiled else 0))]  # one schedule for all
     own = (f"training.batch_size={MICRO_BATCHES * plan.gpus * plan.micro}", f"training.micro_batch_size={plan.micro}")
-    own = (*own, f"engine.parallel={'fsdp2' if kind == 'fsdp2' else 'ddp'}")
+    own = (*own, f"engine.parallel={'fsdp2' if name == 'fsdp2' else 'ddp'}")
     command += [word for setting in (*SETTINGS, *own, *plan.settings) for word in ("--set", setting)]
-    environment = os.environ | {unproven.SWITCH: str(int(name.endswith(AHEAD)))}
     if gpus == 1:
-        environments = [environment | {"CUDA_VISIBLE_DEVICES": "0"}]
+        environments = [os.environ | {"CUDA_VISIBLE_DEVICES": "0"}]
     else:
-        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(29_500 + place), "WORLD_SIZE": str(gpus)}
+        environment = os.environ | {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(29_500 + place),
+            "WORLD_SIZE": str(gpus),
+        }
         ranks = map(str, range(gpus))
         environments = [environment | {"RANK": rank, "LOCAL_RANK": rank, "OMP_NUM_THREADS": "1"} for rank in ranks]
     with (work / f"{name}.log").open("w") as log:
@@ -298,10 +299,8 @@ def main(arguments: list[str] | None = None) -> None:
     if chosen.draw_only:
         return draw(json.loads(chosen.out.read_text()), chosen.out.with_suffix(".png"))
     names, profiled = chosen.runs.split(","), chosen.gaps.split(",") if chosen.gaps else []
-    if len(set(names)) < len(names) or any(name.removesuffix(AHEAD) not in KINDS for name in names):
-        parser.error(
-            f"--runs: got {chosen.runs}, expected different ones of {', '.join(KINDS)}, each with {AHEAD} or not"
-        )
+    if len(set(names)) < len(names) or not set(names) <= set(KINDS):
+        parser.error(f"--runs: got {chosen.runs}, expected different ones of {', '.join(KINDS)}")
     if not set(profiled) <= set(names):
         parser.error(f"--gaps: got {chosen.gaps}, expected some of --runs {chosen.runs}")
     began = time.monotonic()

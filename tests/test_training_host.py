@@ -11,9 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Trainer, TrainerCallback
 
 from benchmarks.host import no_launches
-from fastweight.kernels import unproven
 from fastweight.training import callbacks, train, trainer
-from fastweight.training.arguments import training_arguments
 from tests.lm_runs import run_of, write_data
 
 # Operators whose result the host needs before it goes on: numbers out of tensors, and shapes that depend on values.
@@ -71,22 +69,16 @@ def test_the_count_of_operations_is_that_of_transformers(data: Path, tmp_path: P
     assert built.floating_point_ops(inputs) == Trainer.floating_point_ops(built, inputs) > 0
 
 
-@pytest.mark.parametrize(("gpu", "asked", "expected"), [(True, "1", True), (True, "", False), (False, "1", False)])
-def test_copies_wait_unless_asked_not_to(
-    gpu: bool, asked: str, expected: bool, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_what_accelerate_shards_computes_in_half_precision_too(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(unproven.SWITCH, asked)
-    run = run_of(data, training={"device": "auto" if gpu else "cpu"})
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
-    given: dict[str, Any] = {}
-    monkeypatch.setattr(
-        "fastweight.training.arguments.TrainingArguments", lambda **named: given.update(named) or _Plain()
-    )
-    training_arguments(run, tmp_path, 1)
-    assert given["dataloader_pin_memory"] is gpu
-    assert given["accelerator_config"]["non_blocking"] is expected
-
-
-class _Plain:
-    n_gpu, fsdp_plugin_args = 1, None
+    """It puts autocast around the forward of any model but those."""
+    run = run_of(data, training={"precision": "bf16"})
+    model = trainer.build_model(run, trainer.config_of(run, 24))
+    built = trainer.build_trainer(run, tmp_path / "run", 1, model)
+    with built.compute_loss_context_manager():
+        assert not torch.is_autocast_enabled("cpu")
+    monkeypatch.setattr(type(built.accelerator), "is_fsdp2", True)
+    with built.compute_loss_context_manager():
+        assert torch.is_autocast_enabled("cpu")
+        assert torch.get_autocast_dtype("cpu") == torch.bfloat16

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from transformers import TrainingArguments
 
-from fastweight.kernels import unproven
 from fastweight.recipes import AdditionTask, Run
 
 
@@ -47,7 +46,6 @@ def training_arguments(run: Run, run_dir: Path, accumulation: int, items: int = 
     Raises ValueError for settings that exclude each other on this machine.
     """
     settings = run.training
-    pinned = torch.cuda.is_available() and settings.device == "auto"
     args = TrainingArguments(
         output_dir=str(run_dir),
         run_name=run.name,
@@ -65,8 +63,7 @@ def training_arguments(run: Run, run_dir: Path, accumulation: int, items: int = 
         save_steps=settings.checkpoint_every,
         save_total_limit=settings.keep_checkpoints,
         dataloader_num_workers=run.engine.workers,
-        dataloader_pin_memory=pinned,
-        accelerator_config={"non_blocking": pinned and unproven.asked_for()},
+        dataloader_pin_memory=torch.cuda.is_available() and settings.device == "auto",
         disable_tqdm=True,
         report_to=["wandb"] if report_of(run) == "wandb" else [],
         **_optimizer_arguments(run),

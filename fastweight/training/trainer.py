@@ -13,7 +13,7 @@ stopping early leaves the schedule as the recipe has it, so that the run can go 
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,12 @@ class RunTrainer(Trainer):
             kind, arguments = self.get_optimizer_cls_and_kwargs(self.args, model)
             self.optimizer = kind(parameter_groups(model, self.settings), **arguments)
         return self.optimizer
+
+    def autocast_smart_context_manager(self, *args: Any, **kwargs: Any) -> AbstractContextManager:
+        """Around every loss; accelerate puts autocast around a model's forward itself, unless it shards the model."""
+        if self.accelerator.is_fsdp2:
+            return self.accelerator.autocast()
+        return super().autocast_smart_context_manager(*args, **kwargs)
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         self.meter.tokens += inputs["input_ids"].numel()
