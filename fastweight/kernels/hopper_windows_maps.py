@@ -21,6 +21,20 @@ from fastweight.kernels.windows_maps import CARRY
 from fastweight.kernels.windows_parts import HELD, SIDES, part_place, reads_of
 
 COLUMNS = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))  # a thread each
+FOUR = gl.constexpr(gl.BlockedLayout([4], [32], [1], [0]))  # every thread has them
+
+
+@gluon.jit
+def _numbers(pointer, FIRST: gl.constexpr, STOP: gl.constexpr):
+    """Numbers FIRST to before STOP, a tuple; they are loaded four at a time."""
+    found = ()
+    for at in gl.static_range(FIRST // 4 * 4, STOP, 4):
+        four = gl.load(pointer + (at + gl.arange(0, 4, FOUR)))
+        even, odd = gl.split(gl.reshape(four, [2, 2]))
+        first, third = gl.split(gl.reshape(even, [1, 2]))
+        second, fourth = gl.split(gl.reshape(odd, [1, 2]))
+        found = found + (gl.sum(first, axis=0), gl.sum(second, axis=0), gl.sum(third, axis=0), gl.sum(fourth, axis=0))
+    return found[FIRST % 4 : STOP - FIRST // 4 * 4]
 
 
 @gluon.jit
@@ -61,8 +75,7 @@ def forth(
     for a in gl.static_range(WINDOW):
         window = window + (gl.where(c == a, 1.0, 0.0),)
         live = live + (zero,)
-        for b in gl.static_range(a + 1):
-            inner = inner + (gl.load(matrix + a * PAIRS + b),)
+        inner = inner + _numbers(matrix + a * PAIRS, 0, a + 1)
     left = 1.0
     for t in gl.static_range(PART):
         w = gl.load(weight + line + t, mask=t < high, other=0.0)
@@ -78,32 +91,31 @@ def forth(
             kept = kept + (z[p] * carry,)
         if read_part is not None:
             row = zero
+            sees = _numbers(seen + t * PAIRS, 0, t + WINDOW)
             for p in gl.static_range(t):
-                row += gl.load(seen + t * PAIRS + p) * (z[p] if BEFORE else kept[p])
+                row += sees[p] * (z[p] if BEFORE else kept[p])
             for a in gl.static_range(WINDOW):
-                row += gl.load(seen + t * PAIRS + t + a) * (live[a] if BEFORE else wrote[a])
+                row += sees[t + a] * (live[a] if BEFORE else wrote[a])
             gl.store(read_part + at + t * SIDES, row.to(read_part.dtype.element_ty))
         z = kept + (wrote[0],)
         live = wrote[1:] + (zero,)
         if t + 1 < PART:
             left *= carry
             new = t + WINDOW
+            meets = _numbers(matrix + new * PAIRS, 0, t + WINDOW + 1)
             enter = gl.where(c == new, 1.0, 0.0) + gl.where(c == new + HELD, 1 - left, 0.0)
             for p in gl.static_range(t + 1):
-                enter -= gl.load(matrix + new * PAIRS + p) * z[p]
+                enter -= meets[p] * z[p]
             stay = ()
             shifted = ()
-            fresh = ()
             for a in gl.static_range(1, WINDOW):
-                met_new = gl.load(matrix + new * PAIRS + t + a)
-                fresh = fresh + (met_new,)
-                enter -= met_new * wrote[a]
+                enter -= meets[t + a] * wrote[a]
                 # y = W + F
                 target = gl.where((c == t + a) | (c == t + a + HELD), 1 - carry, 0.0)
                 for b in gl.static_range(1, a + 1):
                     shifted = shifted + (inner[a * (a + 1) // 2 + b],)
                 stay = stay + (carry * window[a] + target - w * _meets(inner, window, a, WINDOW),)
-            inner = shifted + fresh + (gl.load(matrix + new * (PAIRS + 1)),)
+            inner = shifted + meets[t + 1 : t + WINDOW + 1]
             window = stay + (enter,)
     if write_part is not None:
         for a in gl.static_range(WINDOW - 1):
@@ -150,8 +162,7 @@ def back(
         read = reads_of(seen, g, c, end, PART - 1, PART - 1 + a, PART, PAIRS, BEFORE)
         window = window + (gl.where(c == HELD + PART - 1 + a, 1.0, 0.0) + read,)
         live = live + (zero,)
-        for b in gl.static_range(a + 1):
-            inner = inner + (gl.load(matrix + (PART - 1 + a) * PAIRS + PART - 1 + b),)
+        inner = inner + _numbers(matrix + (PART - 1 + a) * PAIRS, PART - 1, PART + a)
     for step in gl.static_range(PART):
         t = PART - 1 - step
         for a in gl.static_range(WINDOW):
@@ -170,16 +181,17 @@ def back(
             for p in gl.static_range(step):
                 kept = kept + (z[p] * carry,)
             z = kept + (wrote[WINDOW - 1],)
+            meets = _numbers(matrix + new * PAIRS, PART - 2 - step, PART + WINDOW - 1)
             for p in gl.static_range(step + 1):
-                enter += gl.load(matrix + new * PAIRS + PART - 1 - p + WINDOW - 1) * z[p]
+                enter += meets[WINDOW + step - p] * z[p]
             reader = t if BEFORE else new
+            sees = _numbers(seen + reader * PAIRS, PART - 2 - step, PART + WINDOW - 2 - step)
             stay = ()
-            first_met = (gl.load(matrix + new * (PAIRS + 1)),)
+            first_met = (meets[0],)
             for a in gl.static_range(WINDOW - 1):
-                met_new = gl.load(matrix + new * PAIRS + t + a)
-                enter += met_new * wrote[a]
-                pull = gl.where(c == reader, gl.load(seen + reader * PAIRS + t + a), 0.0)
-                first_met = first_met + (met_new,)
+                enter += meets[1 + a] * wrote[a]
+                pull = gl.where(c == reader, sees[1 + a], 0.0)
+                first_met = first_met + (meets[1 + a],)
                 for b in gl.static_range(a + 1):
                     first_met = first_met + (inner[a * (a + 1) // 2 + b],)
                 stay = stay + (carry * window[a] + pull - w * _meets(inner, window, a, WINDOW),)

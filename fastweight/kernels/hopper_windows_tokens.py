@@ -47,6 +47,7 @@ from fastweight.kernels.hopper_parts import (
     product,
     rows,
 )
+from fastweight.kernels.hopper_windows import ONE
 from fastweight.kernels.hopper_windows_inside import FOLDS, copy_lines
 from fastweight.kernels.tiles import chunk_span, fade
 from fastweight.kernels.windows import SHARED as HALO_ROWS
@@ -75,9 +76,9 @@ def _in_place(stage, pointer, D: gl.constexpr):
     layout: gl.constexpr = HALF if D == 64 else WHOLE
     at = rows(layout)[:, None] * D + gl.arange(0, D, gl.SliceLayout(0, layout))[None, :]
     new = gl.load(pointer + at)
-    both = gl.sum(stage.load(layout).to(gl.float32) * new.to(gl.float32), axis=1)
+    both = stage.load(layout).to(gl.float32) * new.to(gl.float32)
     stage.store(new)
-    return gl.sum(both, axis=0)
+    return gl.sum(gl.reshape(both, [64 * D]), axis=0)
 
 
 @gluon.jit
@@ -231,10 +232,12 @@ def gradients(
     before = _beside(flow, j, False) + gl.convert_layout(taken + straight, to_row)[:, None]
     passes += gl.where(row_part > j[None, :], before, 0.0)
     # By token, at its part's slots: and what later reads of the same part pull.
-    u = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, three)))[None, None, :]
-    r = gl.convert_layout(rows(ACC), to_row)[:, None, None]
-    later = (r // 16 == j[None, :, None]) & (r % 16 > u if BEFORE else r % 16 >= u)
-    d_log = gl.sum(gl.where(later, pulls[:, None, None], 0.0) + passes[:, :, None], axis=0) + whole * gl.exp2(g_whole)
+    u = gl.arange(0, 16, gl.SliceLayout(0, ONE))[None, :]
+    r = rows(ONE)[:, None] % 16
+    pulls = gl.where(r > u if BEFORE else r >= u, gl.convert_layout(pulls, gl.SliceLayout(1, ONE))[:, None], 0.0)
+    d_log = gl.sum(gl.reshape(pulls, [4, 16, 16]), axis=1)
+    total = gl.sum(passes, axis=0) + whole * gl.exp2(g_whole)
+    d_log += gl.convert_layout(total, gl.SliceLayout(1, d_log.type.layout))[:, None]
     d_log = gl.convert_layout(gl.reshape(d_log, [64]), FLAT)
     r = gl.arange(0, 64, FLAT) + nil()
     t = r // 16 * PART + r % 16
