@@ -235,7 +235,7 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Loss against position."""
+    """Loss against position, and how much less it is than that of a reader who begins afresh."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -244,21 +244,22 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     read = [row for row in rows if row["part"] == "read"]
     if not read:
         return
-    figure, axes = plt.subplots(figsize=(7, 3.8))
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 3.8), layout="constrained")
     for row in read:
         x = [(point["from"] + point["to"]) / 2 for point in row["curve"]]
         label = f"{row['recipe']}, {row['rows']} x {row['length']:,}"
-        (line,) = axes.plot(x, [point["loss"] for point in row["curve"]], marker="o", markersize=3, label=label)
-        forgetful = f"the same, afresh every {row['short']:,}"
-        axes.plot(x, [point["fresh"] for point in row["curve"]], ":", color=line.get_color(), label=forgetful)
-    for length in {row["length"] for row in rows if row["part"] == "learned"}:
-        axes.axvline(length, color="#8a94a6", linestyle=":")
-        axes.text(length, axes.get_ylim()[1], " longest in training", fontsize=8, va="top", color="#5b6472")
-    axes.set_xscale("log", base=2)
-    axes.set(xlabel="position in the row", ylabel="loss of held-out text")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(fontsize=8)
-    figure.tight_layout()
+        left.plot(x, [point["loss"] for point in row["curve"]], marker="o", markersize=3, label=label)
+        right.plot(x, [point["fresh"] - point["loss"] for point in row["curve"]], marker="o", markersize=3)
+    for axes in (left, right):
+        for length in {row["length"] for row in rows if row["part"] == "learned"}:
+            axes.axvline(length, color="#8a94a6", linestyle=":")
+            axes.text(length, axes.get_ylim()[1], " longest in training", fontsize=8, va="top", color="#5b6472")
+        axes.set_xscale("log", base=2)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.set_xlabel("position in the row")
+    left.set_ylabel("loss of held-out text, nats")
+    right.set_ylabel(f"less than afresh every {read[0]['short']:,}, nats")
+    figure.legend(fontsize=8, loc="outside lower center", ncols=len(read))
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
