@@ -289,11 +289,15 @@ class Collected:
 
 
 def merge(part: Path, whole: Path) -> None:
-    """The rows of one file into another, in the place of rows of the same cases; the machine is that of the newer."""
+    """The rows of one file into another, in the place of rows of the same cases.
+
+    The machine is that of the newer; rows of another commit keep its name.
+    """
     given = json.loads(part.read_text())
-    before = json.loads(whole.read_text())["rows"] if whole.is_file() else []
     known = [place(row) for row in given["rows"]]
-    rows = [row for row in before if place(row) not in known] + given["rows"]
+    old = json.loads(whole.read_text()) if whole.is_file() else {"rows": []}
+    rows = [{"commit": old["machine"]["commit"]} | row for row in old["rows"] if place(row) not in known]
+    rows += given["rows"]
     whole.parent.mkdir(parents=True, exist_ok=True)
     whole.write_text(json.dumps({"machine": given["machine"], "rows": rows}, indent=1) + "\n")
 

@@ -42,9 +42,10 @@ def mfu(row: Row) -> float:
 def label(row: Row) -> str:
     name = str(row["name"])
     if row["what"] == "train":
-        return PEERS.get(name, name)
-    name = DECODERS.get(name, name)
-    return name if row.get("cuda_graph", True) else f"{name}, eager"
+        name = PEERS.get(name, name)
+    else:
+        name = DECODERS.get(name, name) + ("" if row.get("cuda_graph", True) else ", eager")
+    return name + (f" ({row['commit'][:7]})" if "commit" in row else "")
 
 
 def unsteady(row: Row) -> bool:
@@ -110,6 +111,8 @@ def markdown(report: dict[str, Any], picture: str) -> str:
     rows, where = report["rows"], report["machine"]
     lines = ["# Language models on one GPU", "", f"    {where['command']}", ""]
     lines += [f"* {name}: {value}" for name, value in where.items() if name != "command"]
+    if any("commit" in row for row in rows):
+        lines += ["", "A commit in brackets: a row of another run."]
     lines += ["", *HOW, "", f"![Speeds]({picture})"]
     if any(row["what"] == "train" and "failed" not in row and "last_loss" not in row for row in rows):
         lines += ["", UNCHECKED]
