@@ -78,13 +78,6 @@ def poison_empty_allocations(request):
     torch.utils.deterministic.fill_uninitialized_memory = filled
 
 
-@pytest.fixture(autouse=True)
-def all_kernels_on_a_device(request, monkeypatch):
-    """Device tests also judge what nobody gets unasked until they have passed there."""
-    if request.node.get_closest_marker("gpu") is not None:
-        monkeypatch.setenv("FASTWEIGHT_UNPROVEN", "1")
-
-
 def pytest_collection_modifyitems(items):
     """Skips what needs a GPU on a machine without one, and lets non-deterministic CUDA operations warn there."""
     has_gpu = torch.cuda.is_available()

@@ -24,7 +24,6 @@ from fastweight.kernels import (
     launch_hopper,
     launch_hopper_gradient,
     launch_solve,
-    unproven,
 )
 from fastweight.kernels.reach import bound
 
@@ -67,7 +66,6 @@ def taken(path: Path, source: str, folder: Path, monkeypatch) -> None:
     spec.loader.exec_module(module)
     monkeypatch.setitem(sys.modules, spec.name, module)
     monkeypatch.setattr(sys.modules["fastweight.kernels"], path.stem, module, raising=False)
-    monkeypatch.setenv(unproven.SWITCH, "1")
 
 
 def name(test: Case) -> str:

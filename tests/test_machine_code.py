@@ -67,9 +67,8 @@ class TestOnDevice:
     @pytest.mark.parametrize("D", [64, 128])
     @pytest.mark.parametrize("name", RULES)
     def test_kernels_find_their_operands(self, name, D, monkeypatch):
-        from fastweight.kernels import start, unproven
+        from fastweight.kernels import start
 
-        monkeypatch.setenv(unproven.SWITCH, "1")
         monkeypatch.setenv("FASTWEIGHT_HOPPER", "0")  # falcon-2's are in plain Triton without it
         monkeypatch.setattr(start, "_compiled", {})
         test = at(case(name.split(",")[0], RULES[name], state=True), 1, 70, 1, 1, D, D)
