@@ -14,8 +14,8 @@ What two slots or a token and a slot give each other fades with the decays betwe
 tables [64, 4], a row's with the four parts, are all that is made of them.
 
 Traps: how copies, products and barriers go together, and why addresses are made anew, as in hopper_parts.py. At width
-128 two programs fill a multiprocessor's shared memory: the state follows its gradient in its place, what is made between
-parts and what is staged that of tiles that are done with. Products wait for each other where registers do not suffice:
+128 two programs fill a multiprocessor's shared memory: the state follows its gradient in its place, what is made
+between parts and what is staged that of tiles that are done with. Products wait for each other where registers do not suffice:
 dO S^T is made twice rather than held.
 """
 
@@ -26,7 +26,6 @@ dO S^T is made twice rather than held.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    async_copy,
     fence_async_shared,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -47,7 +46,7 @@ from fastweight.kernels.hopper_parts import (
     product,
     rows,
 )
-from fastweight.kernels.hopper_windows import ONE
+from fastweight.kernels.hopper_windows import COPY_64, COPY_128, ONE
 from fastweight.kernels.hopper_windows_inside import FOLDS, copy_lines
 from fastweight.kernels.tiles import chunk_span, fade
 from fastweight.kernels.windows import SHARED as HALO_ROWS
@@ -92,12 +91,11 @@ def _beside(table, j, AFTER: gl.constexpr):
 
 
 @gluon.jit
-def _add_own(square, own, high, PART: gl.constexpr):
-    """Adds what each part gives itself, 16 rows of 16, to an accumulator [64, 64]; parts of no tokens gave nothing."""
-    r = rows(ACC)[:, None]
-    c = gl.arange(0, 64, gl.SliceLayout(0, ACC))[None, :]
-    keep = (r // 16 == c // 16) & (r // 16 * PART < high)
-    return square + gl.load(own + (r * 16 + c % 16), mask=keep, other=0.0).to(gl.float32)
+def _apart(own, row_part, j, rest):
+    """Of each row what it has in its own part's 16 columns, and the rest, zero there, elsewhere: [64, 64]."""
+    return gl.convert_layout(
+        gl.reshape(gl.where((row_part == j[None, :])[:, :, None], own[:, None, :], rest), [64, 64]), ACC
+    )
 
 
 @gluon.jit
@@ -205,13 +203,20 @@ def gradients(
     apart = gl.reshape(scores, [64, 4, 16])
     three: gl.constexpr = apart.type.layout
     to_row: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, three))
+    to_place: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(1, three))
     j = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, three)))
     j_begin = gl.load(line + gl.minimum(j * PART, high) - 1, mask=j > 0, other=0.0)
     j_end = gl.load(line + gl.minimum(j * PART + PART, high) - 1)
     row_part = gl.convert_layout(part, to_row)[:, None]
     power = j_begin[None, :] - gl.convert_layout(g_end, to_row)[:, None]
     apart *= fade(row_part < j[None, :], power)[:, :, None]
-    s_gram.store(gl.convert_layout(gl.reshape(apart, [64, 64]), ACC).to(dtype))
+    # Rows of [16, 16] a part: pairs or tokens by pairs. Parts of no tokens have none.
+    r = gl.convert_layout(rows(ACC), to_place)
+    u = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, three)))
+    at = r[:, None] * 16 + u[None, :]
+    there = (r // 16 * PART < high)[:, None] & (u >= 0)[None, :]
+    itself = gl.load(own_gram + number * 1024 + at, mask=there, other=0.0).to(gl.float32)
+    s_gram.store(_apart(itself, row_part, j, apart).to(dtype))
     # What passes each part: from earlier parts to those behind it.
     flow = gl.sum(apart * gl.reshape(meets, [64, 4, 16]), axis=2)
     passes = _beside(flow, j, True) + gl.convert_layout(written, to_row)[:, None]
@@ -225,8 +230,8 @@ def gradients(
     apart = gl.reshape(scores, [64, 4, 16])
     power = gl.convert_layout(g_read, to_row)[:, None] - j_end[None, :]
     apart *= fade((row_part > j[None, :]) & gl.convert_layout(own, to_row)[:, None], power)[:, :, None]
-    scores = gl.convert_layout(gl.reshape(apart, [64, 64]), ACC)
-    s_reads.store(_add_own(scores, own_reads + number * 1024, high, PART).to(dtype))
+    itself = gl.load(own_reads + number * 1024 + at, mask=there, other=0.0).to(gl.float32)
+    s_reads.store(_apart(itself, row_part, j, apart).to(dtype))
     flow = gl.sum(apart * gl.reshape(meets, [64, 4, 16]), axis=2)
     pulls = gl.convert_layout(straight, to_row) + gl.sum(flow, axis=1)
     before = _beside(flow, j, False) + gl.convert_layout(taken + straight, to_row)[:, None]
@@ -256,24 +261,26 @@ def gradients(
     )
     store_head(d_beta, d_gain, first, t, h, H, live)
     store_head(d_lam, d_ridge, first, t, h, H, live)
-    scores = gl.zeros([64, 64], gl.float32, ACC)
     if not DIRECT:
-        # d mu u u^T of each window.
+        # d mu u u^T of each window, on top: by tokens, in the place of Z and at width 64 of dF.
+        s_share = s_f
+        if D == 128:
+            s_share = s_z._reinterpret(dtype, [2, 64, 64], SHARED).index(1)
         s_vectors = s_z._reinterpret(dtype, [D // 64, 64, 64], SHARED).index(0)
-        r = rows(HALF)[:, None]
-        c = gl.arange(0, 64, gl.SliceLayout(0, HALF))[None, :]
+        r = gl.convert_layout(rows(ACC), to_place)[:, None]
         t = r // 16 * PART + r % 16
-        ahead = c - r
-        keep = (ahead >= 0) & (ahead < WINDOW) & (c // 16 == r // 16) & (r % 16 < PART) & (t < high)
-        s_vectors.store(gl.load(fact + ((VECTOR + ahead) * tokens + t), mask=keep, other=0.0).to(dtype))
+        u = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, three)))[None, :]
+        ahead = u - r % 16
+        keep = (ahead >= 0) & (ahead < WINDOW) & (r % 16 < PART) & (t < high)
+        vectors = gl.load(fact + ((VECTOR + ahead) * tokens + t), mask=keep, other=0.0)
+        s_vectors.store(_apart(vectors, row_part, j, 0.0).to(dtype))
+        vectors *= gl.convert_layout(d_energy / count, to_place)[:, None]
+        s_share.store(_apart(vectors, row_part, j, 0.0).to(dtype))
         fence_async_shared()
         gl.thread_barrier()
-        share = gl.convert_layout(d_energy / count, gl.SliceLayout(0, LEFT))[None, :]
-        left = (s_vectors.permute((1, 0)).load(LEFT).to(gl.float32) * share).to(dtype)
-        scores = warpgroup_mma(left, s_vectors, scores, is_async=True)
+        scores = product(s_vectors.permute((1, 0)), s_share)
         scores = warpgroup_mma_wait(0, deps=(scores,))
-    scores = _add_own(scores, own_gram + number * 1024, high, PART)
-    s_gram.store((s_gram.load(ACC).to(gl.float32) + scores).to(dtype))
+        s_gram.store((s_gram.load(ACC).to(gl.float32) + scores).to(dtype))
     fence_async_shared()
     gl.thread_barrier()
     d_read = _fresh(s_do, s_states.permute((1, 0)), D)
@@ -297,19 +304,22 @@ def gradients(
     d_x = warpgroup_mma_wait(0, deps=(d_x,))
     i = t - HALO
     mine = (i >= 0) & (i < TOKENS) & (i < high) & ((r % 16 < PART) | (r >= 48))
-    _store_rows(d_k, _stage(s_q, d_x, D), first - SHIFT, i, h, mine & (i >= low + SHIFT), H, D)
+    view = _stage(s_q, d_x, D)
+    _store_rows(d_k, view, first - SHIFT, i, h, mine & (i >= low + SHIFT), H, D)
     if SHIFT:  # a sequence's last token is paired with none
         col = gl.arange(0, D, gl.SliceLayout(0, WIDE))
         at = d_k + (first * H + h) * D + (i[:, None] * (H * D) + col[None, :])
         last = mine & (i == high - 1) & (high <= TOKENS)
         gl.store(at, gl.zeros([64, D], dtype, WIDE), mask=last[:, None])
-    accumulator: gl.constexpr = ACC if D == 64 else BROAD
-    r = rows(accumulator)
-    col = gl.arange(0, D, gl.SliceLayout(0, accumulator))
-    at = shared + (block.to(gl.int64) * HALO_ROWS * H + h) * D + (r[:, None] * (H * D) + col[None, :])
-    i = r - HALO
-    d_x = gl.where(((i >= low + SHIFT) & (i < high))[:, None], d_x, 0.0)
-    gl.store(at, d_x, mask=(r < HALO)[:, None] & (col >= 0)[None, :])
+    # Of the first part's first pairs, for the block before.
+    first_layout: gl.constexpr = COPY_64 if D == 64 else COPY_128
+    r = gl.arange(0, 16, gl.SliceLayout(1, first_layout)) + nil()
+    at = shared + (block.to(gl.int64) * HALO_ROWS * H + h) * D
+    at += r[:, None] * (H * D) + gl.arange(0, D, gl.SliceLayout(0, first_layout))[None, :]
+    pair = (r - HALO >= low + SHIFT) & (r - HALO < high)
+    gl.store(
+        at, gl.where(pair[:, None], view.slice(0, 16).load(first_layout).to(gl.float32), 0.0), mask=(r < HALO)[:, None]
+    )
     # Until here the products read these, and nothing may be lent their memory.
     s_x._keep_alive()
     s_q._keep_alive()
