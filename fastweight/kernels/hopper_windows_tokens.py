@@ -99,6 +99,13 @@ def _apart(own, row_part, j, rest):
 
 
 @gluon.jit
+def _read_decay(line, r, high, PART: gl.constexpr, BEFORE: gl.constexpr):
+    """log2 decay in the block up to the reads of tokens' slots."""
+    last = r // 16 * PART + gl.minimum(r % 16, PART - 1) - (1 if BEFORE else 0)
+    return gl.load(line + gl.minimum(last, high - 1), mask=last >= 0, other=0.0)
+
+
+@gluon.jit
 def _stage(stage, tile, D: gl.constexpr):
     """A tile in 16 bits, to be read by rows; its memory is done with, and so it is after a further barrier."""
     view = stage._reinterpret(stage.dtype, [64, D], SHARED)
@@ -169,8 +176,7 @@ def gradients(
     r = rows(ACC)
     part = r // 16
     own = (r % 16 < PART) & (part * PART + r % 16 < high)
-    last = part * PART + gl.minimum(r % 16, PART - 1) - (1 if BEFORE else 0)
-    g_read = gl.load(line + gl.minimum(last, high - 1), mask=last >= 0, other=0.0)
+    g_read = _read_decay(line, r, high, PART, BEFORE)
     g_begin = gl.load(line + gl.minimum(part * PART, high) - 1, mask=part > 0, other=0.0)
     g_end = gl.load(line + gl.minimum(part * PART + PART, high) - 1)
     g_whole = gl.load(line + gl.minimum(TOKENS, high) - 1)
@@ -287,6 +293,7 @@ def gradients(
     d_x = warpgroup_mma(s_gram, s_x, d_x, is_async=True)
     d_x = warpgroup_mma(s_gram.permute((1, 0)), s_x, d_x, is_async=True)
     d_x = warpgroup_mma(s_reads.permute((1, 0)), s_q, d_x, is_async=True)
+    g_read = _read_decay(line, rows(ACC) + nil(), high, PART, BEFORE)
     d_read, d_x = warpgroup_mma_wait(0, deps=(d_read, d_x))
     d_read *= gl.convert_layout(gl.exp2(g_read), ROW)[:, None]
     d_read = warpgroup_mma(s_reads, s_x, d_read, is_async=True)
@@ -298,7 +305,7 @@ def gradients(
     early = gl.where((c == r + (PART - 16)) & (r % 16 < HALO), 1.0, 0.0).to(dtype)
     view = _stage(s_x, d_x, D)
     d_x = warpgroup_mma(early, view, d_x, is_async=True)
-    r = rows(WIDE)
+    r = rows(WIDE) + nil()
     t = r // 16 * PART + r % 16
     _store_rows(d_q, _stage(s_do, d_read, D), first, t, h, (r % 16 < PART) & (t < high), H, D)
     d_x = warpgroup_mma_wait(0, deps=(d_x,))

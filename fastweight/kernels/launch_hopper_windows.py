@@ -29,7 +29,8 @@ from fastweight.kernels.start import start
 DTYPES = (torch.bfloat16,)  # float16 has no range for maps, and float32 no matrix units
 UNIT = HELD * SIDES  # numbers of one map of a part
 PARTS = 4  # of a block, which so has 64 slots
-TURN = 7000  # blocks of heads at a time, about: each takes 36 KB while its gradients are found
+import os
+TURN = int(os.environ.get('FW3_TURN', 7000))  # blocks of heads at a time, about: each takes 36 KB while its gradients are found
 
 
 def fits(k: Tensor, v: Tensor, key0: Tensor | None, mask: Tensor | None, rebuild: bool) -> bool:
@@ -127,7 +128,7 @@ def _measure(plan, given, where, block, met: Tensor, weight: Tensor, decay: Tens
     flags = {"H": H, "WINDOW": block.window, "PART": block.part, "SHIFT": int(plan.shift)}
     start(
         hopper_windows_measure.meet, grid, given.q, given.k, *met, *place,
-        KH=given.q.shape[2], D=D, num_warps=4, maxnreg=128, **flags,
+        KH=given.q.shape[2], D=D, num_warps=4, maxnreg=int(os.environ.get('FW3_MEET', 128)), **flags,
     )  # fmt: skip
     start(
         hopper_windows_measure.take_facts, grid,
@@ -218,7 +219,7 @@ def _tokens(
     start(
         hopper_windows_inside.inside, (turn.blocks * H * PARTS,),
         given.v, d_o, missed, lead, *met, weight, decay, *room.rows, room.d_gram, room.d_reads, *own, *place,
-        maxnreg=128, **flags,
+        maxnreg=int(os.environ.get('FW3_INSIDE', 128)), **flags,
     )  # fmt: skip
     start(
         hopper_windows_tokens.gradients, (turn.blocks * H,),
