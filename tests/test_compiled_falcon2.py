@@ -14,11 +14,11 @@ from tests.kernel_harness import case
 from tests.machine_code import disassemble, lost_descriptors, products
 
 MOST_SPILLS = {
-    (128, "hopper_scaled_columns.forward"): 110,
-    (128, "hopper_scaled_columns_backward.backward_state"): 60,
-    (128, "hopper_scaled_columns_gradient.backward_token"): 50,
+    (128, "hopper_scaled_columns.forward"): 4,
+    (128, "hopper_scaled_columns_backward.backward_state"): 24,
+    (128, "hopper_scaled_columns_gradient.backward_token"): 80,
     (64, "hopper_scaled_columns.forward"): 4,
-    (64, "hopper_scaled_columns_gradient.backward_token"): 90,
+    (64, "hopper_scaled_columns_gradient.backward_token"): 32,
 }
 
 
@@ -39,5 +39,4 @@ def test_code_for_hopper(D, monkeypatch):
         assert len(re.findall(r"\b(?:STL|LDL)\b", sass)) <= wanted[name], name
         if "token" not in name:  # which makes addresses anew by way of the program's number
             assert lost_descriptors(sass) == [], name
-        if (D, "token" in name) != (128, True):
-            assert made.metadata.shared <= HALF_OF_A_MULTIPROCESSOR, name
+        assert made.metadata.shared <= HALF_OF_A_MULTIPROCESSOR, name

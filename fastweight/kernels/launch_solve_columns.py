@@ -159,18 +159,18 @@ def backward_mild(plan, where, given, d_o, d_end, saved, out: Gradients) -> Tens
     _walk(kernels, plan, given, where, d_o, energies, d_end, out.states, out.state0, out.v, kept, wild)
     start(
         hopper_scaled_columns_gradient.backward_token, (where.slots * H,),
-        given.q, given.k, d_o, given.beta, given.lam, *given[5:], energies, residual, whole_states(states),
-        whole_states(out.states), kept, wild, out.q, out.k, out.v, out.beta, out.lam, out.key0, *tables(where),
+        given.q, given.k, d_o, given.beta, given.lam, *given[5:], energies, residual, state_columns(states),
+        state_columns(out.states), kept, wild, out.q, out.k, out.v, out.beta, out.lam, out.key0, *tables(where),
         float(plan.eps), float(plan.floor), H=H, KH=given.q.shape[2], D=D, SHIFT=int(plan.shift), SCALED=plan.scaled,
-        DIRECT=plan.direct, BEFORE=plan.before, num_warps=8, maxnreg=128 if D == 64 else None,
+        DIRECT=plan.direct, BEFORE=plan.before, num_warps=4,
     )  # fmt: skip
     return wild
 
 
-def whole_states(states: Tensor) -> Any:
-    """Descriptor of chunk states [chunks, H, K, V], one at a time."""
+def state_columns(states: Tensor) -> Any:
+    """Descriptor of 64 value columns of chunk states [chunks, H, K, V]."""
     K, V = states.shape[-2:]
-    return descriptor(states, [states.numel() // V, V], [V, 1], [K, V])
+    return descriptor(states, [states.numel() // V, V], [V, 1], [K, 64])
 
 
 def backward_chunk(where, given, common, saved, out: Gradients, wild, blocks: int, steps, named) -> None:
