@@ -26,7 +26,6 @@ Trap: with reads before writes E_(t-1) and N_(t-1) take the places of E_t and N_
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -39,7 +38,6 @@ from fastweight.kernels.hopper_scaled_parts import (
     in_turn,
     keep_state,
     keys_and_queries,
-    landed,
     make_rings,
     make_shelves,
     prepare,
@@ -94,20 +92,24 @@ def forward(
     shelves = make_shelves(dtype)
     kept = gl.full([D], 1.0, gl.float32, ALONG)
     s_kept = gl.allocate_shared_memory(gl.float32, [D], LINE, kept)
+    strips = gl.allocate_shared_memory(gl.float32, [2, D, 16], STRIPS_ONE)
+    s_read, s_fades = strips.index(0), strips.index(1)
+    s_state = strips._reinterpret(dtype, [64, D], SHARED)
     s_felt = gl.allocate_shared_memory(gl.float32, [D, 16], STRIPS_ONE)
-    s_fades = gl.allocate_shared_memory(gl.float32, [D, 16], STRIPS_ONE)
     s_written = gl.allocate_shared_memory(dtype, [D, 16], SHORT)
     s_out = gl.allocate_shared_memory(dtype, [16, D], SHARED)
-    s_state = gl.allocate_shared_memory(dtype, [64, D], SHARED)
     stage = count * 0
     copy_block(rings, stage, q, k, v, beta, previous, begin, 0, size, h, kh, H, KH, D, SHIFT)
-    soon = tokens_of(lam, energies, has_key, unmasked, previous, line, begin, 0, size, n, h, H, SHIFT, False)
+    now_tokens = tokens_of(lam, energies, has_key, unmasked, previous, line, begin, 0, size, n, h, H, SHIFT, False)
     arrive()
     prepare(
-        keys, stage, 0, shelves, soon, energies, key0, previous, line, begin, 0, size, n, h, kh, eps, floor,
+        keys, stage, 0, shelves, now_tokens, energies, key0, previous, line, begin, 0, size, n, h, kh, eps, floor,
         H, KH, D, SHIFT, SCALED, DIRECT, BEFORE, False,
     )  # fmt: skip
     copy_block(rings, stage + 1, q, k, v, beta, previous, begin + 16, -16, size - 16, h, kh, H, KH, D, SHIFT)
+    live, pair, ridge, energy = tokens_of(
+        lam, energies, has_key, unmasked, previous, line + 16, begin + 16, -16, size - 16, n, h, H, SHIFT, False
+    )
     if state0 is None:
         S0 = gl.zeros([D, 64], gl.float32, STATE)
         S1 = S0
@@ -137,12 +139,15 @@ def forward(
         both = warpgroup_mma(low, tile.permute((1, 0)), gl.zeros([D, 32], gl.float32, PAIR), use_acc=False,
                              is_async=True)  # fmt: skip
         if PARTS == 2:
+            # Half of S in 16 bits at a time, for there are no registers for all of it.
+            both, S1 = warpgroup_mma_wait(0, deps=(both, S1))
             low = gl.convert_layout(S1.to(dtype), LEFT_PAIR)
             tile = keys_and_queries(keys[1], stage)
             both = warpgroup_mma(low, tile.permute((1, 0)), both, is_async=True)
         both = warpgroup_mma_wait(0, deps=(both,))
         felt, read = halves(both, D)
         s_felt.store(felt)
+        s_read.store(read)  # put aside while steps need the registers
         eta, carry = rates_of(gains, shelves, stage, now, floor)
         y = values.index(stage).load(COLUMN).to(gl.float32)
         fades = gl.zeros([16, D], gl.float32, COLUMN)
@@ -152,15 +157,7 @@ def forward(
             fades = gl.where(r == t, kept[None, :], fades)
         rate = eta * reciprocal(fades)
         s_kept.store(kept)
-        soon = tokens_of(
-            lam, energies, has_key, unmasked, previous, line + b * 16 + 16, first + 16, -b * 16 - 16, high - 16, n, h,
-            H, SHIFT, False,
-        )  # fmt: skip
-        landed()
-        copy_block(
-            rings, stage_after(stage_after(stage)), q, k, v, beta, previous, first + 32, -b * 16 - 32, high - 32, h, kh,
-            H, KH, D, SHIFT,
-        )  # fmt: skip
+        gl.thread_barrier()
         felt = s_felt.permute((1, 0)).load(COLUMN)
         z = gl.zeros([16, D], gl.float32, COLUMN)
         seen = fades
@@ -176,8 +173,7 @@ def forward(
             felt = gl.where(r > t, felt + pull * write[None, :], felt)
         s_fades.permute((1, 0)).store(seen)
         s_written.permute((1, 0)).store(z.to(dtype))
-        fence_async_shared()
-        gl.thread_barrier()
+        arrive()
         tile = shelves[1].index(now).slice(16, 16, 0)
         own = warpgroup_mma(s_written, tile.permute((1, 0)), gl.zeros([D, 16], gl.float32, ONE), use_acc=False,
                             is_async=True)  # fmt: skip
@@ -188,11 +184,20 @@ def forward(
             store_columns(residual, y, first, high, h, H, D)
         stage = stage_after(stage)
         prepare(
-            keys, stage, 1 - now, shelves, soon, energies, key0, previous, line + b * 16 + 16, first + 16,
+            keys, stage, 1 - now, shelves, (live, pair, ridge, energy), energies, key0, previous, line + b * 16 + 16, first + 16,
             -b * 16 - 16, high - 16, n, h, kh, eps, floor, H, KH, D, SHIFT, SCALED, DIRECT, BEFORE, False,
         )  # fmt: skip
+        gl.thread_barrier()
+        copy_block(
+            rings, stage_after(stage), q, k, v, beta, previous, first + 32, -b * 16 - 32, high - 32, h, kh, H, KH, D,
+            SHIFT,
+        )  # fmt: skip
+        live, pair, ridge, energy = tokens_of(
+            lam, energies, has_key, unmasked, previous, line + b * 16 + 32, first + 32, -b * 16 - 32, high - 32, n, h,
+            H, SHIFT, False,
+        )  # fmt: skip
         own = warpgroup_mma_wait(PARTS, deps=(own,))
-        s_out.permute((1, 0)).store(((read + own) * s_fades.load(ONE)).to(dtype))
+        s_out.permute((1, 0)).store(((s_read.load(ONE) + own) * s_fades.load(ONE)).to(dtype))
         gl.thread_barrier()
         i = gl.arange(0, 16, gl.SliceLayout(1, OUT))[:, None]
         gl.store(rows_of(o, first, h, H, D, 0, D, OUT), s_out.load(OUT), mask=(i < high) & (i >= 0))

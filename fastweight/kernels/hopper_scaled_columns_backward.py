@@ -13,7 +13,7 @@ later.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
+    mma_v2,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -25,7 +25,6 @@ from fastweight.kernels.hopper_scaled_parts import (
     copy_block,
     in_turn,
     keep_state,
-    landed,
     make_rings,
     make_shelves,
     prepare,
@@ -49,6 +48,8 @@ from fastweight.kernels.hopper_solve_columns import (
 )
 from fastweight.kernels.solve_columns_gradient import LEAST_KEPT, forgets_much
 from fastweight.kernels.tiles import segment_span
+
+LIKE_ONE = gl.constexpr(gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[4, 1], instr_shape=[16, 8]))
 
 
 @gluon.jit(do_not_specialize=["length", "chunks", "tokens", "segments", "per_segment"])
@@ -86,16 +87,21 @@ def backward_state(
     stage = count * 0
     at = (count - 1) * 16
     copy_block(rings, stage, q, k, d_o, beta, previous, begin + at, -at, size - at, h, kh, H, KH, D, SHIFT)
-    soon = tokens_of(
+    last_tokens = tokens_of(
         lam, energies, has_key, unmasked, previous, line + at, begin + at, -at, size - at, n, h, H, SHIFT, True
     )
     arrive()
     prepare(
-        keys, stage, 0, shelves, soon, energies, key0, previous, line + at, begin + at, -at, size - at, n, h,
+        keys, stage, 0, shelves, last_tokens, energies, key0, previous, line + at, begin + at, -at, size - at, n, h,
         kh, eps, floor, H, KH, D, SHIFT, SCALED, DIRECT, BEFORE, True,
     )  # fmt: skip
     copy_block(
         rings, stage + 1, q, k, d_o, beta, previous, begin + at - 16, 16 - at, size - at + 16, h, kh, H, KH, D, SHIFT
+    )  # fmt: skip
+    begins, ends_at = block_ends(16 - at, size - at + 16)
+    live, pair, ridge, energy = tokens_of(
+        lam, energies, has_key, unmasked, previous, line + at - 16, begin + at - 16, begins, ends_at, n, h,
+        H, SHIFT, True,
     )  # fmt: skip
     if d_state1 is None:
         S0 = gl.zeros([D, 64], gl.float32, STATE)
@@ -143,32 +149,26 @@ def backward_state(
         if PARTS == 2:  # put aside while the state needs the registers
             s_fades.permute((1, 0)).store(fades)
         s_reads.permute((1, 0)).store(do.to(dtype))
-        fence_async_shared()
         gl.thread_barrier()
         low = gl.convert_layout(S0.to(dtype), LEFT_ONE)
         x = keys[0].index(2 * stage)
         ends = warpgroup_mma(low, x.permute((1, 0)), gl.zeros([D, 16], gl.float32, ONE), use_acc=False,
                              is_async=True)  # fmt: skip
+        # Not by wgmma, which would ask for a fence, and a fence waits for copies that are on their way.
+        own = mma_v2(
+            s_reads.load(gl.DotOperandLayout(0, LIKE_ONE, 2)),
+            shelves[1].index(now).slice(16, 16, 0).load(gl.DotOperandLayout(1, LIKE_ONE, 2)),
+            gl.zeros([D, 16], gl.float32, LIKE_ONE),
+        )
         if PARTS == 2:
             # Half of S in 16 bits at a time, for there are no registers for all of it.
             ends, S1 = warpgroup_mma_wait(0, deps=(ends, S1))
             low = gl.convert_layout(S1.to(dtype), LEFT_ONE)
             x = keys[1].index(2 * stage)
             ends = warpgroup_mma(low, x.permute((1, 0)), ends, is_async=True)
-        ends = warpgroup_mma(s_reads, shelves[1].index(now).slice(16, 16, 0), ends, is_async=True)
         ends = warpgroup_mma_wait(0, deps=(ends,))
-        s_felt.store(ends)
-        landed()
-        start, end = block_ends(32 - b * 16, high + 32)
-        copy_block(
-            rings, stage_after(stage_after(stage)), q, k, d_o, beta, previous, first - 32, start, end, h, kh,
-            H, KH, D, SHIFT,
-        )  # fmt: skip
-        begins, ends_at = block_ends(16 - b * 16, high + 16)
-        soon = tokens_of(
-            lam, energies, has_key, unmasked, previous, line + b * 16 - 16, first - 16, begins, ends_at, n, h,
-            H, SHIFT, True,
-        )  # fmt: skip
+        s_felt.store(ends + gl.convert_layout(own, ONE))
+        gl.thread_barrier()
         felt = s_felt.permute((1, 0)).load(COLUMN)
         if PARTS == 2:
             fades = s_fades.permute((1, 0)).load(COLUMN)
@@ -186,19 +186,25 @@ def backward_state(
             gl.store(kept + at_chunk * D + cv, passed)
             gl.store(wild + at_chunk, forgets_much(passed, least, dtype).to(gl.int8))
         s_written.permute((1, 0)).store(z.to(dtype))
-        fence_async_shared()
-        gl.thread_barrier()
+        arrive()
         S0 = warpgroup_mma(s_written, keys[0].index(2 * stage), S0, is_async=True)
         S0 = warpgroup_mma(s_reads, keys[0].index(2 * stage + 1), S0, is_async=True)
         if PARTS == 2:
             S1 = warpgroup_mma(s_written, keys[1].index(2 * stage), S1, is_async=True)
             S1 = warpgroup_mma(s_reads, keys[1].index(2 * stage + 1), S1, is_async=True)
+        begins, ends_at = block_ends(16 - b * 16, high + 16)
+        start, end = block_ends(32 - b * 16, high + 32)
         store_columns(d_u, do, first, high, h, H, D)
         stage = stage_after(stage)
         prepare(
-            keys, stage, 1 - now, shelves, soon, energies, key0, previous, line + b * 16 - 16, first - 16, begins,
+            keys, stage, 1 - now, shelves, (live, pair, ridge, energy), energies, key0, previous, line + b * 16 - 16, first - 16, begins,
             ends_at, n, h, kh, eps, floor, H, KH, D, SHIFT, SCALED, DIRECT, BEFORE, True,
         )  # fmt: skip
+        gl.thread_barrier()
+        copy_block(rings, stage_after(stage), q, k, d_o, beta, previous, first - 32, start, end, h, kh, H, KH, D, SHIFT)
+        live, pair, ridge, energy = tokens_of(
+            lam, energies, has_key, unmasked, previous, line + b * 16 - 32, first - 32, start, end, n, h, H, SHIFT, True
+        )
         if PARTS == 2:
             S0, S1 = warpgroup_mma_wait(0, deps=(S0, S1))
         else:
