@@ -15,6 +15,9 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from fastweight.kernels.gates import load_head, step_gradient
 from fastweight.kernels.hopper_parts import LINE, nil
 
+KEYS = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [4, 1], [0, 1]))  # lanes that read together miss their banks
+EACH = gl.constexpr(gl.BlockedLayout([2], [32], [4], [0]))  # every warp has all of a chunk's tokens
+
 # Kinds of sums that warps make each for itself.
 OF_STEPS = gl.constexpr(0)  # over a warp's rows, of each column
 OF_ROWS = gl.constexpr(1)  # over a warp's columns, of each row, as all that follow
@@ -25,6 +28,13 @@ OF_ENERGY = gl.constexpr(4)
 STEP = gl.constexpr(0)
 DECAY = gl.constexpr(1)
 READ_DECAY = gl.constexpr(2)  # as the read sees the state
+
+
+@gluon.jit
+def put_energies(energies, x):
+    """Keeps the energy of every key of a tile, by four warps."""
+    keys = x.load(KEYS).to(gl.float32)
+    energies.store(gl.sum(keys * keys, axis=1))
 
 
 @gluon.jit
