@@ -184,8 +184,8 @@ def forward(
             store_columns(residual, y, first, high, h, H, D)
         stage = stage_after(stage)
         prepare(
-            keys, stage, 1 - now, shelves, (live, pair, ridge, energy), energies, key0, previous, line + b * 16 + 16, first + 16,
-            -b * 16 - 16, high - 16, n, h, kh, eps, floor, H, KH, D, SHIFT, SCALED, DIRECT, BEFORE, False,
+            keys, stage, 1 - now, shelves, (live, pair, ridge, energy), energies, key0, previous, line + b * 16 + 16,
+            first + 16, -b * 16 - 16, high - 16, n, h, kh, eps, floor, H, KH, D, SHIFT, SCALED, DIRECT, BEFORE, False,
         )  # fmt: skip
         gl.thread_barrier()
         copy_block(

@@ -197,8 +197,8 @@ def backward_state(
         store_columns(d_u, do, first, high, h, H, D)
         stage = stage_after(stage)
         prepare(
-            keys, stage, 1 - now, shelves, (live, pair, ridge, energy), energies, key0, previous, line + b * 16 - 16, first - 16, begins,
-            ends_at, n, h, kh, eps, floor, H, KH, D, SHIFT, SCALED, DIRECT, BEFORE, True,
+            keys, stage, 1 - now, shelves, (live, pair, ridge, energy), energies, key0, previous, line + b * 16 - 16,
+            first - 16, begins, ends_at, n, h, kh, eps, floor, H, KH, D, SHIFT, SCALED, DIRECT, BEFORE, True,
         )  # fmt: skip
         gl.thread_barrier()
         copy_block(rings, stage_after(stage), q, k, d_o, beta, previous, first - 32, start, end, h, kh, H, KH, D, SHIFT)

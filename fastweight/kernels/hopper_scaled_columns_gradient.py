@@ -17,15 +17,16 @@ What pairs on one side of t add to the last two sums cancels to the digits of fl
 same rounded r, w and m. That is enough where no carry is small, because dl is divided by it. For chunks that forget
 much (solve_columns_gradient.py says which) `backward_chunk` follows.
 
-Two programs share a multiprocessor, so that one computes while the other waits for memory. At width 128 that leaves room
-for all tiles of tokens, but of a state and its gradient only for 64 value columns, and none for scores. Hence columns
-come 64 at a time, the states twice: once for dl, and once for dQ and dX, to which all columns add. Scores and their
-gradients are left operands, from the registers where they were made; what would need them transposed makes the
+Two programs share a multiprocessor, so that one computes while the other waits for memory. At width 128 that leaves
+room for all tiles of tokens, but of a state and its gradient only for 64 value columns, and none for scores. Hence
+columns come 64 at a time, the states twice: once for dl, and once for dQ and dX, to which all columns add. Scores and
+their gradients are left operands, from the registers where they were made; what would need them transposed makes the
 transposed product. Sums over tokens take their pieces from where the states were.
 
 Traps: dU waits in the memory of d_v, where `backward_state` left it. l is rounded to 16 bits, and its sums are sums of
 that. Sums over tokens are products with matrices of ones, and the one whose terms cancel takes them in three pieces of
-8 bits; it is made of the tokens behind t, and t itself is in `own`. With reads before writes r has 2^h, P has j < i, and reads count for i > t.
+8 bits; it is made of the tokens behind t, and t itself is in `own`. With reads before writes r has 2^h, P has j < i,
+and reads count for i > t.
 """
 
 # pyright: basic, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
