@@ -175,7 +175,6 @@ def gradients(
     line = decay + h.to(gl.int64) * tokens + first
     r = rows(ACC)
     part = r // 16
-    own = (r % 16 < PART) & (part * PART + r % 16 < high)
     g_read = _read_decay(line, r, high, PART, BEFORE)
     g_begin = gl.load(line + gl.minimum(part * PART, high) - 1, mask=part > 0, other=0.0)
     g_end = gl.load(line + gl.minimum(part * PART + PART, high) - 1)
@@ -213,7 +212,9 @@ def gradients(
     j = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, three)))
     j_begin = gl.load(line + gl.minimum(j * PART, high) - 1, mask=j > 0, other=0.0)
     j_end = gl.load(line + gl.minimum(j * PART + PART, high) - 1)
-    row_part = gl.convert_layout(part, to_row)[:, None]
+    r = gl.convert_layout(rows(ACC) + nil(), to_row)[:, None]
+    row_part = r // 16
+    own = (r % 16 < PART) & (row_part * PART + r % 16 < high)
     power = j_begin[None, :] - gl.convert_layout(g_end, to_row)[:, None]
     apart *= fade(row_part < j[None, :], power)[:, :, None]
     # Rows of [16, 16] a part: pairs or tokens by pairs. Parts of no tokens have none.
@@ -235,7 +236,7 @@ def gradients(
     gl.thread_barrier()
     apart = gl.reshape(scores, [64, 4, 16])
     power = gl.convert_layout(g_read, to_row)[:, None] - j_end[None, :]
-    apart *= fade((row_part > j[None, :]) & gl.convert_layout(own, to_row)[:, None], power)[:, :, None]
+    apart *= fade((row_part > j[None, :]) & own, power)[:, :, None]
     itself = gl.load(own_reads + number * 1024 + at, mask=there, other=0.0).to(gl.float32)
     s_reads.store(_apart(itself, row_part, j, apart).to(dtype))
     flow = gl.sum(apart * gl.reshape(meets, [64, 4, 16]), axis=2)
