@@ -35,5 +35,5 @@ def test_products_find_their_operands_and_nothing_spills(timing, monkeypatch):
         sass = disassemble(made.asm["cubin"])
         assert lost_descriptors(sass) == [], name
         assert products(sass) >= LEAST_PRODUCTS[name], name
-        assert sass.count("STL") <= 16, f"{name} spills"
+        assert sass.count("STL") <= 24, f"{name} spills"
         assert made.metadata.shared <= HALF_OF_A_MULTIPROCESSOR, f"{name}: no two programs on a multiprocessor"

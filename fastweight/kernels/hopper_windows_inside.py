@@ -79,6 +79,11 @@ def _places(WINDOW: gl.constexpr):
 
 
 @gluon.jit
+def _add_both(a0, a1, b0, b1):
+    return a0 + b0, a1 + b1
+
+
+@gluon.jit
 def _at(decay, t, later):
     """log2 decays of a part's tokens, counted from its first; before that those of the part before, if there is one."""
     return gl.load(decay + t, mask=(t >= 0) | later, other=0.0)
@@ -155,6 +160,10 @@ def inside(
     g_begin = gl.load(fading - 1, mask=part > 0, other=0.0)
     g_end = gl.load(fading + left - 1)
     corner = own_number * 256
+    meets = gl.load(gram + corner + (place[:, None] * 16 + u[None, :]), mask=(place < 16)[:, None], other=0.0)
+    sees = gl.load(reads + corner + (u[None, :] * 16 + place[:, None]),
+                   mask=(place < 16)[:, None] & (u < left)[None, :], other=0.0)  # fmt: skip
+    meets = gl.convert_layout(meets.to(dtype), LEFT_ONE)
     arrive()
     # M, whose F is what Y does not miss.
     pulls = s_pulls.load(MANY_LEFT)
@@ -187,14 +196,9 @@ def inside(
     s_reads.store(by_read.to(dtype))
     hr = _fresh(gl.convert_layout(lead.to(dtype), LEFT), s_b.permute((1, 0)), 64, ACC)
     felt_by = _fresh(felt_by, s_token.permute((1, 0)), 64, ACC)
-    _tok, place, u = _places(WINDOW)
-    meets = gl.load(gram + corner + (place[:, None] * 16 + u[None, :]), mask=(place < 16)[:, None], other=0.0)
-    meets = gl.convert_layout(meets.to(dtype), LEFT_ONE)
     hr, felt_by = warpgroup_mma_wait(0, deps=(hr, felt_by))
     hr *= felt_by
     pairs = _fresh(meets, s_pair.permute((1, 0)), 64, ACC)
-    sees = gl.load(reads + corner + (u[None, :] * 16 + place[:, None]),
-                   mask=(place < 16)[:, None] & (u < left)[None, :], other=0.0)  # fmt: skip
     sees = gl.convert_layout((by_read * sees).to(dtype), LEFT_ONE)
     pairs = warpgroup_mma_wait(0, deps=(pairs,))
     s_gram.store(hr.to(dtype))
@@ -208,8 +212,8 @@ def inside(
     tok, _place, u = _places(WINDOW)
     felt = gl.where(tok[:, None] < u[None, :], felt + written[:, None], 0.0)
     felt -= gl.where(tok[:, None] > u[None, :], missed[:, None], 0.0)
-    d_log = gl.sum(felt, axis=0)
-    d_w = gl.sum(gl.where(tok[:, None] == u[None, :], d_w[:, None], 0.0), axis=0)
+    d_w = gl.where(tok[:, None] == u[None, :], d_w[:, None], 0.0)
+    d_log, d_w = gl.reduce((felt, d_w), 0, _add_both)
     gl.store(own_log + line + u, d_log, mask=u < left)
     gl.store(own_weight + line + u, d_w, mask=u < left)
     # Rows of one pair added up: by pairs of earlier rows, by tokens that read.

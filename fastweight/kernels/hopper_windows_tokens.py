@@ -70,12 +70,16 @@ def _row_sums(tile, shared, D: gl.constexpr):
 
 
 @gluon.jit
-def _in_place(stage, pointer, D: gl.constexpr):
-    """Puts 64 rows of D numbers in the place of those in shared memory; the sum of their products."""
+def _lines(pointer, D: gl.constexpr):
+    """64 rows of D numbers."""
     layout: gl.constexpr = HALF if D == 64 else WHOLE
-    at = rows(layout)[:, None] * D + gl.arange(0, D, gl.SliceLayout(0, layout))[None, :]
-    new = gl.load(pointer + at)
-    both = stage.load(layout).to(gl.float32) * new.to(gl.float32)
+    return gl.load(pointer + (rows(layout)[:, None] * D + gl.arange(0, D, gl.SliceLayout(0, layout))[None, :]))
+
+
+@gluon.jit
+def _in_place(stage, new, D: gl.constexpr):
+    """Puts 64 rows of D numbers in the place of those in shared memory; the sum of their products."""
+    both = stage.load(HALF if D == 64 else WHOLE).to(gl.float32) * new.to(gl.float32)
     stage.store(new)
     return gl.sum(gl.reshape(both, [64 * D]), axis=0)
 
@@ -179,6 +183,11 @@ def gradients(
     g_begin = gl.load(line + gl.minimum(part * PART, high) - 1, mask=part > 0, other=0.0)
     g_end = gl.load(line + gl.minimum(part * PART + PART, high) - 1)
     g_whole = gl.load(line + gl.minimum(TOKENS, high) - 1)
+    # The state is on its way from here on.
+    state0 = _lines(states + kept, D)
+    state1 = state0
+    if D == 128:
+        state1 = _lines(states + kept + 64 * D, D)
     arrive()
 
     d_x = _fresh(s_z, s_states.permute((1, 0)), D)
@@ -188,9 +197,9 @@ def gradients(
     ahead = gl.minimum(-g_begin, MOST)
     d_x *= gl.convert_layout(gl.exp2(g_whole - g_end + ahead), ROW)[:, None]
     gl.thread_barrier()
-    whole = 0.0
-    for half in gl.static_range(D // 64):
-        whole += _in_place(s_states.slice(half * 64, 64), states + kept + half * (64 * D), D)
+    whole = _in_place(s_states.slice(0, 64), state0, D)
+    if D == 128:
+        whole += _in_place(s_states.slice(64, 64), state1, D)
     fence_async_shared()
     gl.thread_barrier()
     d_x = warpgroup_mma(s_f, s_states.permute((1, 0)), d_x, is_async=True)

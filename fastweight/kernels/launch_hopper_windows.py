@@ -225,5 +225,5 @@ def _tokens(
         hopper_windows_tokens.gradients, (turn.blocks * H,),
         given.q, given.k, d_o, given.beta, given.lam, decay, facts, states, out.states, wrote, df, room.d_gram,
         room.d_reads, *own, out.q, out.k, shared, out.beta, out.lam, *place, float(plan.eps), float(plan.floor),
-        KH=given.q.shape[2], SCALED=plan.scaled, DIRECT=plan.direct, **flags,
+        KH=given.q.shape[2], SCALED=plan.scaled, DIRECT=plan.direct, maxnreg=168 if D == 64 else None, **flags,
     )  # fmt: skip
