@@ -42,14 +42,17 @@ class Compiler:
         self.made[name] = compile(source, target=HOPPER, options=chosen.__dict__)
 
 
-def made_of(test: Case, wanted: str, hosts: Iterable[Any], monkeypatch: Any) -> dict[str, Any]:
-    """Of the kernels that a call in bfloat16 and its backward pass start through these modules, those that match."""
+def made_of(
+    test: Case, wanted: str, hosts: Iterable[Any], monkeypatch: Any, dtype: torch.dtype = torch.bfloat16
+) -> dict[str, Any]:
+    """Of the kernels that a call and its backward pass start through these modules, those that match."""
     compiler = Compiler(wanted)
     for host in hosts:
         monkeypatch.setattr(host, "start", compiler.start)
-    inputs, around = make(test, torch.bfloat16, "cpu"), surroundings(test, "cpu")
+    inputs, around = make(test, dtype, "cpu"), surroundings(test, "cpu")
     B, T, _, H, K, V = test.shape
-    outcome(kernel, test, inputs, around, (torch.ones(B, T, H, V), torch.ones(B, H, K, V)))
+    N = B if test.cuts is None else len(test.cuts) - 1
+    outcome(kernel, test, inputs, around, (torch.ones(B, T, H, V), torch.ones(N, H, K, V)))
     return compiler.made
 
 

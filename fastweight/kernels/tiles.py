@@ -148,16 +148,29 @@ def load_keys(
     k, key0, previous, source, live, first, i, low, n, kh, col,
     KH: tl.constexpr, K: tl.constexpr, SHIFT: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Paired key rows [rows, BK]; the row that continues an earlier state reads that state's key."""
+    """Paired key rows [rows, BK]; the row that continues an earlier state reads that state's key.
+
+    Where both are of one type, float32, one load reads both: products take a tile as it was loaded from registers, but
+    hold one put together in shared memory, once for each arrangement, and wide ones do not fit.
+    """
     keep = live & (source >= low)
-    if previous is None:
-        x = load_tile(k, first - SHIFT, i, kh, col, keep, KH, K, BK)
+    starts = (live & (source < low))[:, None]
+    if key0 is not None and key0.dtype == k.dtype:
+        row = source.to(tl.int64)
+        if previous is None:
+            row = i - SHIFT + tl.zeros_like(row)
+        at = k + (first * KH + kh) * K + (row[:, None] * (KH * K) + col[None, :])
+        begin = key0 + (n.to(tl.int64) * KH + kh) * K + (tl.zeros_like(row)[:, None] + col[None, :])
+        return tl.load(tl.where(starts, begin, at), mask=tile_mask(live, col, K, BK), other=0.0)
     else:
-        x = load_tile(k, first, source.to(tl.int64), kh, col, keep, KH, K, BK)
-    if key0 is not None:
-        start = tl.load(key0 + (n.to(tl.int64) * KH + kh) * K + col, mask=col < K, other=0.0).to(x.dtype)
-        x = tl.where((live & (source < low))[:, None], start[None, :], x)
-    return x
+        if previous is None:
+            x = load_tile(k, first - SHIFT, i, kh, col, keep, KH, K, BK)
+        else:
+            x = load_tile(k, first, source.to(tl.int64), kh, col, keep, KH, K, BK)
+        if key0 is not None:
+            start = tl.load(key0 + (n.to(tl.int64) * KH + kh) * K + col, mask=col < K, other=0.0).to(x.dtype)
+            x = tl.where(starts, start[None, :], x)
+        return x
 
 
 @triton.jit
