@@ -30,6 +30,7 @@ DTYPES = (torch.bfloat16,)  # float16 has no range for maps, and float32 no matr
 UNIT = HELD * SIDES  # numbers of one map of a part
 PARTS = 4  # of a block, which so has 64 slots
 import os
+KEEP = os.environ.get('FW3_KEEP') == '1'
 TURN = int(os.environ.get('FW3_TURN', 7000))  # blocks of heads at a time, about: each takes 36 KB while its gradients are found
 
 
@@ -48,16 +49,20 @@ class Kept(NamedTuple):
     maps: Tensor
     slots: Tensor | None
     met: Tensor
+    rows: Tensor | None
 
     @classmethod
     def of(cls, flat: Tensor, v: Tensor, blocks: int, block: Block) -> "Kept":
         """The parts of what `empty` made."""
         H, V = v.shape[2:]
         maps, slots, met = flat.split(_sizes(v, blocks, block, flat.numel()))
+        rows = slots[2 * blocks * H * block.parts * HELD * V:].view(-1, H, block.parts, ROWS, SIDES) if KEEP and len(slots) else None
+        slots = slots[:2 * blocks * H * block.parts * HELD * V]
         return cls(
             maps.view(2, blocks, H, block.parts, HELD, SIDES),
             slots.view(2, blocks, H, block.parts * HELD, V) if len(slots) else None,
             met.view(torch.float32).view(2, blocks, H, block.parts, HELD, HELD),
+            rows,
         )
 
 
@@ -65,6 +70,7 @@ def _sizes(v: Tensor, blocks: int, block: Block, whole: int | None = None) -> tu
     """Numbers of v's dtype that `Kept` takes, one part after another; whole: the sum, if known."""
     parts = 2 * blocks * v.shape[2] * block.parts
     maps, slots, met = parts * UNIT, parts * HELD * v.shape[3], parts * HELD * HELD * 4 // v.element_size()
+    slots += parts // 2 * ROWS * SIDES if KEEP else 0
     return maps, slots if whole is None else whole - maps - met, met
 
 
@@ -108,7 +114,7 @@ def forward(
         _measure(plan, given, where, block, kept.met, weight, decay, facts)
         start(
             hopper_windows_maps.forth, (where.slots * PARTS, H),
-            *kept.met, weight, facts, kept.maps[1], kept.maps[0], None, 0, *tables(where),
+            *kept.met, weight, facts, kept.maps[1], kept.maps[0], kept.rows, 0, *tables(where),
             **_of_parts(plan, given, block),
         )  # fmt: skip
     slots = (None, None) if kept.slots is None else (kept.slots[0], kept.slots[1])
@@ -173,6 +179,8 @@ def backward(
         chosen = slice(turn.first, turn.first + turn.blocks)
         slots = [tensor[chosen] for tensor in (*kept.slots, *pulled)]
         met = kept.met[0][chosen], kept.met[1][chosen]
+        if KEEP:
+            room = room._replace(rows=(kept.rows[chosen], room.rows[1]))
         _tokens(plan, given, where, block, turn, known, met, d_o, states, slots, room, own, shared, out)
     if turns:
         add_shared(plan, given, where, block, shared, out)
@@ -208,9 +216,10 @@ def _tokens(
     missed, wrote, lead, df = slots
     place = turn.first, *tables(where)
     parts = (turn.blocks * PARTS, H), _of_parts(plan, given, block)
-    start(
-        hopper_windows_maps.forth, parts[0], *met, weight, facts, None, None, room.rows[0], *place, **parts[1],
-    )  # fmt: skip
+    if not KEEP:
+        start(
+            hopper_windows_maps.forth, parts[0], *met, weight, facts, None, None, room.rows[0], *place, **parts[1],
+        )  # fmt: skip
     start(hopper_windows_maps.back, parts[0], *met, weight, decay, facts, room.rows[1], *place, **parts[1])
     flags = {
         "H": H, "D": D, "WINDOW": block.window, "PART": block.part, "SHIFT": int(plan.shift), "BEFORE": plan.before,
