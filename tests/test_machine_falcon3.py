@@ -14,7 +14,7 @@ from tests.machine.words import WORDS
 
 pytest.importorskip("triton")
 
-from fastweight.kernels import launch_hopper_windows, launch_windows
+from fastweight.kernels import launch_hopper_windows
 
 BEGIN = ["meet", "take_facts", "forth", "forward"]
 TURN = ["forth", "back", "inside", "gradients"]  # the kernels of some blocks' backward pass

@@ -116,9 +116,7 @@ class Measured(NamedTuple):
         return cls(*known, *(torch.empty(count, H, PAIRS, PAIRS, **wide) for _ in range(2)))
 
 
-def measure(
-    plan: Plan, given: Inputs, where: Geometry, block: Block, turn: Turn, found: Measured, facts: bool
-) -> None:
+def measure(plan: Plan, given: Inputs, where: Geometry, block: Block, turn: Turn, found: Measured, facts: bool) -> None:
     """Measures the blocks of a turn; the facts of their tokens, weights and log-decays if asked to."""
     tokens = found[:3] if facts else (None, None, None)
     start(
