@@ -138,6 +138,7 @@ def gradients(
     TOKENS: gl.constexpr = FOLDS * PART
     HALO: gl.constexpr = WINDOW - 1
     WIDE: gl.constexpr = HALF if D == 64 else WHOLE
+    PART_ROWS: gl.constexpr = COPY_64 if D == 64 else COPY_128
     ROW: gl.constexpr = gl.SliceLayout(1, ACC if D == 64 else BROAD)
     h = gl.program_id(0) % H
     here = gl.program_id(0) // H
@@ -164,18 +165,20 @@ def gradients(
     s_gram = s_made.index(0)
     s_reads = s_made.index(1)
 
-    r = rows(WIDE)
-    t = r // 16 * PART + r % 16
-    copy_rows(s_do, d_o, first, t, h, 0, (r % 16 < PART) & (t < high), H, D, WIDE)
-    copy_lines(s_f, df + shelf, r, r >= 0, D, WIDE)
     r = gl.arange(0, D, gl.SliceLayout(1, WIDE)) + nil()
     copy_lines(s_states, d_states + kept, r, r >= 0, D, WIDE)
     r = rows(WIDE)
-    t = r // 16 * PART + r % 16
-    i = t - HALO
-    copy_rows(s_x, k, first - SHIFT, i, kh, 0, (i >= low + SHIFT) & (i < high), KH, D, WIDE)
-    copy_rows(s_q, q, first, t, kh, 0, (r % 16 < PART) & (t < high), KH, D, WIDE)
     copy_lines(s_z, wrote + shelf, r, r >= 0, D, WIDE)
+    copy_lines(s_f, df + shelf, r, r >= 0, D, WIDE)
+    u = gl.arange(0, 16, gl.SliceLayout(1, PART_ROWS)) + nil()
+    for part in gl.static_range(FOLDS):
+        at = first + part * PART
+        i = u - HALO + part * PART
+        own = (u < PART) & (u + part * PART < high)
+        keep = (i >= low + SHIFT) & (i < high)
+        copy_rows(s_x.slice(part * 16, 16), k, at - SHIFT, u - HALO, kh, 0, keep, KH, D, PART_ROWS)
+        copy_rows(s_q.slice(part * 16, 16), q, at, u, kh, 0, own, KH, D, PART_ROWS)
+        copy_rows(s_do.slice(part * 16, 16), d_o, at, u, h, 0, own, H, D, PART_ROWS)
     line = decay + h.to(gl.int64) * tokens + first
     r = rows(ACC)
     part = r // 16
@@ -329,13 +332,12 @@ def gradients(
         last = mine & (i == high - 1) & (high <= TOKENS)
         gl.store(at, gl.zeros([64, D], dtype, WIDE), mask=last[:, None])
     # Of the first part's first pairs, for the block before.
-    first_layout: gl.constexpr = COPY_64 if D == 64 else COPY_128
-    r = gl.arange(0, 16, gl.SliceLayout(1, first_layout)) + nil()
+    r = gl.arange(0, 16, gl.SliceLayout(1, PART_ROWS)) + nil()
     at = shared + (block.to(gl.int64) * HALO_ROWS * H + h) * D
-    at += r[:, None] * (H * D) + gl.arange(0, D, gl.SliceLayout(0, first_layout))[None, :]
+    at += r[:, None] * (H * D) + gl.arange(0, D, gl.SliceLayout(0, PART_ROWS))[None, :]
     pair = (r - HALO >= low + SHIFT) & (r - HALO < high)
     gl.store(
-        at, gl.where(pair[:, None], view.slice(0, 16).load(first_layout).to(gl.float32), 0.0), mask=(r < HALO)[:, None]
+        at, gl.where(pair[:, None], view.slice(0, 16).load(PART_ROWS).to(gl.float32), 0.0), mask=(r < HALO)[:, None]
     )
     # Until here the products read these, and nothing may be lent their memory.
     s_x._keep_alive()
