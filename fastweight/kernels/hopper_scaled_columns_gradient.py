@@ -191,43 +191,43 @@ def backward_token(
     s_m = gl.allocate_shared_memory(dtype, [PARTS, 64, 64], SHARED)
     s_states = gl.allocate_shared_memory(dtype, [2, D, 64], SHARED)
     s_kept = gl.allocate_shared_memory(gl.float32, [PARTS, 64], LINE)
-    for part in gl.static_range(PARTS):
-        s_kept.index(part).store(gl.load(kept + at_chunk * D + part * 64 + gl.arange(0, 64, FLAT)))
     if PARTS == 2:
         s_terms = s_states._reinterpret(gl.bfloat16, [4, 64, 64], SHARED)
     else:
         s_terms = gl.allocate_shared_memory(gl.bfloat16, [4, 64, 64], SHARED)
-
-    i = rows(TILE)
-    source, live = source_rows(previous, first, i, low, high, SHIFT)
-    keyed = live & (source >= low)
-    copy_rows(s_q.index(0), q, first, i, kh, 0, live, KH, D, TILE)
-    if previous is None:
-        copy_rows(s_x.index(0), k, first - SHIFT, i, kh, 0, keyed, KH, D, TILE)
-    else:
-        copy_rows(s_x.index(0), k, first, source.to(gl.int64), kh, 0, keyed, KH, D, TILE)
-    starts = live & (source < low)
-    i = rows(HALF)
-    here = (i >= low) & (i < high)
-    for part in gl.static_range(PARTS):
-        copy_rows(s_m.index(part), residual, first, i, h, part * 64, here, H, D, HALF)
-        copy_rows(s_r.index(part), d_o, first, i, h, part * 64, here, H, D, HALF)
-        copy_rows(s_w.index(part), d_v, first, i, h, part * 64, here, H, D, HALF)
-    gl.thread_barrier()
-    row = (chunk * H + h) * D
-    _copy_states(s_states, states, d_states, row, 0, landed)
 
     i = rows(ACC)
     source, live = source_rows(previous, first, i, low, high, SHIFT)
     pair = has_pair(unmasked, has_key, first, i, source, live, low, n)
     ridge = load_head(lam, first, i, h, H, pair, 0.0)
     energy = gl.load(energies + kh.to(gl.int64) * tokens + first + i, mask=live, other=0.0)
-    step, shrinks, _d, _a, _c, _o, _w = step_sizes(
-        energy, gl.where(pair, 1.0, 0.0), ridge, pair, eps, floor, SCALED, DIRECT
-    )
     base = (first * H + h) * D
     at = base + i[:, None] * (H * D) + gl.arange(0, 64, along)[None, :]
     gain = gl.load(beta + at, mask=pair[:, None], other=0.0).to(gl.float32)
+    carried = gl.load(kept + at_chunk * D + gl.arange(0, D, FLAT))
+    j = rows(TILE)
+    origin, there = source_rows(previous, first, j, low, high, SHIFT)
+    keyed = there & (origin >= low)
+    starts = there & (origin < low)
+    copy_rows(s_q.index(0), q, first, j, kh, 0, there, KH, D, TILE)
+    if previous is None:
+        copy_rows(s_x.index(0), k, first - SHIFT, j, kh, 0, keyed, KH, D, TILE)
+    else:
+        copy_rows(s_x.index(0), k, first, origin.to(gl.int64), kh, 0, keyed, KH, D, TILE)
+    j = rows(HALF)
+    there = (j >= low) & (j < high)
+    for part in gl.static_range(PARTS):
+        copy_rows(s_m.index(part), residual, first, j, h, part * 64, there, H, D, HALF)
+        copy_rows(s_r.index(part), d_o, first, j, h, part * 64, there, H, D, HALF)
+        copy_rows(s_w.index(part), d_v, first, j, h, part * 64, there, H, D, HALF)
+    gl.thread_barrier()
+    row = (chunk * H + h) * D
+    _copy_states(s_states, states, d_states, row, 0, landed)
+
+    s_kept._reinterpret(gl.float32, [D], LINE).store(carried)
+    step, shrinks, _d, _a, _c, _o, _w = step_sizes(
+        energy, gl.where(pair, 1.0, 0.0), ridge, pair, eps, floor, SCALED, DIRECT
+    )
     arrive()
     if is_wild:
         mbarrier.wait(landed, 0)

@@ -60,10 +60,9 @@ LEAST_CARRY = tl.constexpr(2.0**-8)
 
 @triton.jit
 def forgets_much(kept, least, LOW: tl.constexpr):
-    """Whether a chunk is one of those; kept: the products of its carries, least: the smallest ones [columns]."""
-    return (tl.min(kept, axis=0) < (LEAST_KEPT_HALF if tl.float16 == LOW else LEAST_KEPT)) | (
-        tl.min(least, axis=0) < LEAST_CARRY
-    )
+    """1 if a chunk is one of those, or 0; kept: the products of its carries, least: the smallest ones [columns]."""
+    much = (kept < (LEAST_KEPT_HALF if tl.float16 == LOW else LEAST_KEPT)) | (least < LEAST_CARRY)
+    return tl.max(much.to(tl.int32), axis=0)
 
 
 @triton.jit
