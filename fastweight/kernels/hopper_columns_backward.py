@@ -56,7 +56,6 @@ from fastweight.kernels.hopper_walk import fetch, keep_barriers, rings_of, span,
 
 STRIPS = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 8, order=[1, 0]))  # an accumulator's rows miss each other's banks
 LEAST_CARRY = gl.constexpr(-8.0)  # log2: what cancels to 1e-7 of what is added may be multiplied by 2^8
-SHARE = gl.constexpr(3)  # row of a chunk's numbers, behind those of hopper_columns.py: the gradient of the energy
 
 
 @gluon.jit
@@ -68,13 +67,13 @@ def _state_offsets(seg, h, H: gl.constexpr, K: gl.constexpr, V: gl.constexpr, la
 
 
 @gluon.jit
-def _views(tiles, key_tile, room, scores, K: gl.constexpr, V: gl.constexpr):
+def _views(tiles, key_tile, room, scores, d_scores, K: gl.constexpr, V: gl.constexpr):
     """Tiles of q, x, y, dO, S, E, P and dP, as found from here on: what was found before need not be remembered."""
     q = tiles[0].index(nil()).reshape([64, K])
     x = key_tile[0].index(nil()).reshape([64, K])
     y = tiles[1].index(nil()).reshape([64, V])
     do = tiles[2].index(nil()).reshape([64, V])
-    return q, x, y, do, tiles[3].index(nil()), room.index(nil()), scores.index(nil()), scores.index(nil() + 1)
+    return q, x, y, do, tiles[3].index(nil()), room.index(nil()), scores.index(nil()), d_scores.index(nil())
 
 
 @gluon.jit
@@ -105,19 +104,18 @@ def _suffix_sums(terms, ones, none, also, layout: gl.constexpr):
 
 
 @gluon.jit
-def _put_sums(spare, which: gl.constexpr, tile, WARPS: gl.constexpr):
-    """Sums of [V, 64] over the rows of each warp, into memory that is not needed."""
-    parts = spare._reinterpret(gl.float32, [32 // WARPS, WARPS, 64], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    parts.index(which).store(gl.sum(gl.reshape(tile, [WARPS, tile.shape[0] // WARPS, 64]), axis=1))
+def _put_sums(parts, tile, WARPS: gl.constexpr):
+    """Sums of [V, 64] over the rows of each warp."""
+    parts.store(gl.sum(gl.reshape(tile, [WARPS, tile.shape[0] // WARPS, 64]), axis=1))
 
 
 @gluon.jit
-def _added_up(spare, which: gl.constexpr, WARPS: gl.constexpr, layout: gl.constexpr):
+def _added_up(parts, WARPS: gl.constexpr, layout: gl.constexpr):
     """What `_put_sums` of all warps add up to."""
-    lines = spare._reinterpret(gl.float32, [32, 64], LINE)
-    total = lines.index(which * WARPS).load(layout)
+    lines = parts._reinterpret(gl.float32, [WARPS, 64], LINE)
+    total = lines.index(0).load(layout)
     for warp in gl.static_range(1, WARPS):
-        total += lines.index(which * WARPS + warp).load(layout)
+        total += lines.index(warp).load(layout)
     return total
 
 
@@ -158,7 +156,13 @@ def backward(
     s_dy = gl.allocate_shared_memory(dtype, d_v_desc.block_shape, d_v_desc.layout)
     weighed = gl.allocate_shared_memory(dtype, [V, 64], SHARED)
     room = gl.allocate_shared_memory(dtype, [1, V, K], gl.NVMMASharedLayout.get_default_for([V, K], dtype))
-    scores = gl.allocate_shared_memory(dtype, [2, 64, 64], SHARED)
+    # Each kind of these in memory of its own: the compiler puts a barrier between threads that write one and read one.
+    scores = gl.allocate_shared_memory(dtype, [1, 64, 64], SHARED)
+    d_scores = gl.allocate_shared_memory(dtype, [1, 64, 64], SHARED)
+    lines: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    forgotten = gl.allocate_shared_memory(gl.float32, [num_warps, 64], lines)
+    gains = gl.allocate_shared_memory(gl.float32, [num_warps, 64], lines)
+    shares = gl.allocate_shared_memory(gl.float32, [64], LINE)
     numbers = gl.allocate_shared_memory(gl.float32, [2 * NUMBERS, 64], LINE)
     lost = gl.allocate_shared_memory(gl.int32, [num_warps], LINE)
     ones = ones_up_to(pairs)
@@ -181,7 +185,7 @@ def backward(
     gl.thread_barrier()
 
     for c in range(0, count):
-        q, x, y, do, S, s_E, low_p, low_dp = _views(tiles, key_tile, room, scores, K, V)
+        q, x, y, do, S, s_E, low_p, low_dp = _views(tiles, key_tile, room, scores, d_scores, K, V)
         its = (c & 1) * NUMBERS
         at = (last - c) * 64
         high = length - at
@@ -213,17 +217,18 @@ def backward(
         distance = distance_in(pairs)
         low_p.store(gl.where(distance >= 0, p, 0.0).to(dtype))
         mbarrier.wait(bars[2].index(0), c & 1)
-        do.permute((1, 0)).store((do.permute((1, 0)).load(tall).to(gl.float32) * gl.exp2(g)).to(dtype))
+        r = (do.permute((1, 0)).load(tall).to(gl.float32) * gl.exp2(g)).to(dtype)
         mbarrier.wait(bars[1].index(0), c & 1)
         down = gl.exp2(-g)
         w = (y.permute((1, 0)).load(tall).to(gl.float32) * down).to(dtype)
+        do.permute((1, 0)).store(r)
         weighed.store(w)
         s_dy._reinterpret(dtype, [V, 64], SHARED).store(down.to(dtype))
         y.permute((1, 0)).store((gain * along(numbers, its + REC, tall) * w.to(gl.float32)).to(dtype))
         fence_async_shared()
         # Behind this barrier r, m, E and the scores are there.
         gl.thread_barrier()
-        q, x, y, do, S, s_E, low_p, low_dp = _views(tiles, key_tile, room, scores, K, V)
+        q, x, y, do, S, s_E, low_p, low_dp = _views(tiles, key_tile, room, scores, d_scores, K, V)
         d_p = warpgroup_mma(do, y.permute((1, 0)), no_pairs, use_acc=False, is_async=True)
         d_m = warpgroup_mma(s_E, x.permute((1, 0)), none, use_acc=False, is_async=True)
         reading = warpgroup_mma(S.permute((1, 0)), q.permute((1, 0)), none, use_acc=False, is_async=True)
@@ -237,7 +242,7 @@ def backward(
         dS = warpgroup_mma(do.permute((1, 0)), q, dS, is_async=True)
         fence_async_shared()
         reading, d_m = warpgroup_mma_wait(1, deps=(reading, d_m))
-        q, x, y, do, S, s_E, low_p, low_dp = _views(tiles, key_tile, room, scores, K, V)
+        q, x, y, do, S, s_E, low_p, low_dp = _views(tiles, key_tile, room, scores, d_scores, K, V)
         terms = do.permute((1, 0)).load(tall).to(gl.float32) * reading
         terms -= y.permute((1, 0)).load(tall).to(gl.float32) * d_m
         d_log, dS = _suffix_sums(terms, ones, none, dS, tall)
@@ -259,15 +264,15 @@ def backward(
         soon = now
         if c + 1 < count:
             soon = load_token(energies, lam, line, begin, at - 64, i, high + 64, hh, H, SHIFT)
-        _put_sums(low_p, 0, d_alpha * gain, num_warps)
-        q, x, y, do, S, s_E, low_p, low_dp = _views(tiles, key_tile, room, scores, K, V)
+        _put_sums(forgotten, d_alpha * gain, num_warps)
+        q, x, y, do, S, s_E, low_p, low_dp = _views(tiles, key_tile, room, scores, d_scores, K, V)
         d_q = warpgroup_mma(do, S.permute((1, 0)), no_tile, use_acc=False, is_async=True)
         d_q = warpgroup_mma(low_dp, x, d_q, is_async=True)
         d_x = warpgroup_mma(y, s_E, no_tile, use_acc=False, is_async=True)
         d_x = warpgroup_mma(low_dp.permute((1, 0)), q, d_x, is_async=True)
-        _put_sums(low_p, 1, d_gain * gain, num_warps)
-        forgot = _added_up(low_p, 0, num_warps, flat)
-        gained = _added_up(low_p, 1, num_warps, flat)
+        _put_sums(gains, d_gain * gain, num_warps)
+        forgot = _added_up(forgotten, num_warps, flat)
+        gained = _added_up(gains, num_warps, flat)
         if c + 1 < count:
             gain = load_gains(beta, begin + at - 64, h + nil(), column, high + 64, H, V, tall)
         energy, ridge, _pair = now
@@ -283,8 +288,7 @@ def backward(
         if d_lam is not None:
             gl.store(d_lam + (begin + at) * H + (h + nil()) + i * H, d_ridge, mask=i < high)
         if ENERGY:
-            numbers.index(its + SHARE).store(share)
-        keep_token(numbers, ((c + 1) & 1) * NUMBERS, soon, eps, floor, SCALED, DIRECT)
+            shares.store(share)
         d_q, d_x = warpgroup_mma_wait(0, deps=(d_q, d_x))
         # Behind this barrier the products of all warps are done with the tiles.
         gl.thread_barrier()
@@ -292,8 +296,9 @@ def backward(
         coords = (n, ahead, key_at), (n, ahead, h * V), (n, ahead, h * V), ((slot - (c + 1) * H) * K, 0)
         fetch(descs, tiles, bars, 0, coords, c + 1 < count)
         if ENERGY:
-            share = numbers.index(its + SHARE).load(gl.SliceLayout(1, tile))
+            share = shares.load(gl.SliceLayout(1, tile))
             d_x += 2 * share[:, None] * x.load(tile).to(gl.float32)
+        keep_token(numbers, ((c + 1) & 1) * NUMBERS, soon, eps, floor, SCALED, DIRECT)
         leaving.index(0).reshape([64, K]).store(d_q.to(dtype))
         leaving.index(1).reshape([64, K]).store(d_x.to(dtype))
         s_dy.reshape([64, V]).permute((1, 0)).store(packed(d_y))
