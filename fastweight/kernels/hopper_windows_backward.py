@@ -137,13 +137,13 @@ def backward_state(
         both = warpgroup_mma(pulled, tiles.index(stage * 2 + 1), gl.zeros([D, 32], gl.float32, PAIR), use_acc=False,
                              is_async=True)  # fmt: skip
         both = warpgroup_mma(gl.convert_layout(dz, LEFT_ONE), tiles.index(stage * 2), both, is_async=True)
+        # What the part behind this one gave the pairs that both hold.
+        later = warpgroup_mma(handed, s_shift, gl.zeros([D, 16], gl.float32, ONE), use_acc=False, is_async=True)
         pulled = (pulled.to(gl.float32) * gl.exp2(power - before)[None, :]).to(dtype)
-        both = warpgroup_mma_wait(0, deps=(both,))
+        both, later = warpgroup_mma_wait(0, deps=(both, later))
         dw, d_f = halves(both, D)
         d_f = (d_f - dw).to(dtype)
-        own = gl.convert_layout(dw.to(dtype), LEFT_ONE)
-        d_y = warpgroup_mma(handed, s_shift, dw, is_async=True)
-        handed = own
+        handed = gl.convert_layout(dw.to(dtype), LEFT_ONE)
         carry = gl.exp2(after - before)
         low_f = gl.convert_layout(d_f, LEFT_ONE)
         S0 = warpgroup_mma(low_f, keys0.index(stage * 2), S0 * carry, is_async=True)
@@ -153,11 +153,11 @@ def backward_state(
             S1 = warpgroup_mma(pulled, keys1.index(stage * 2 + 1), S1, is_async=True)
         put(s_z.index(part % 2), dz)
         put(s_f.index(part % 2), d_f)
+        put(s_y.index(part % 2), (dw + later).to(dtype))
         if D == 128:
-            S0, S1, d_y = warpgroup_mma_wait(0, deps=(S0, S1, d_y))
+            S0, S1 = warpgroup_mma_wait(0, deps=(S0, S1))
         else:
-            S0, d_y = warpgroup_mma_wait(0, deps=(S0, d_y))
-        put(s_y.index(part % 2), d_y.to(dtype))
+            S0 = warpgroup_mma_wait(0, deps=(S0,))
     async_copy.wait_group(0)
     gl.thread_barrier()
     _leave(shelves, d_v, lead_in, df, d_states, 0, parts, begin, size, lead, h, H, D, WINDOW, PART, PARTS)
