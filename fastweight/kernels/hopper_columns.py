@@ -35,6 +35,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from fastweight.kernels.columns import LEAST, quick_log
 from fastweight.kernels.gates import load_head, step_sizes
+from fastweight.kernels.hopper_additive_sums import energies_of
 from fastweight.kernels.hopper_parts import ACC, FLAT, LEFT, LINE, SHARED, apart, nil
 from fastweight.kernels.hopper_walk import fetch, keep_barriers, rings_of, span, state_offsets, whose
 
@@ -108,8 +109,7 @@ def _put_numbers(
 ):  # fmt: skip
     """What each token has for all columns, from its key."""
     i = gl.arange(0, 64, layout=gl.SliceLayout(1, KEYS))
-    keys = x.load(KEYS).to(gl.float32)
-    energy = gl.sum(keys * keys, axis=1)
+    energy = energies_of(x, KEYS)
     pair = (i < high) & (at + i >= SHIFT)
     rec, _ridge, _d, rho, _carry, _open, _writes = step_sizes(energy, 1.0, ridge, pair, eps, floor, SCALED, DIRECT)
     numbers.index(REC).store(rec)
