@@ -160,9 +160,11 @@ def inside(
     g_begin = gl.load(fading - 1, mask=part > 0, other=0.0)
     g_end = gl.load(fading + left - 1)
     corner = own_number * 256
-    meets = gl.load(gram + corner + (place[:, None] * 16 + u[None, :]), mask=(place < 16)[:, None], other=0.0)
-    sees = gl.load(reads + corner + (u[None, :] * 16 + place[:, None]),
-                   mask=(place < 16)[:, None] & (u < left)[None, :], other=0.0)  # fmt: skip
+    # Rows of no token have any numbers, which nothing counts.
+    held = gl.minimum(place, 15)[:, None]
+    near = gl.arange(0, 16, gl.SliceLayout(0, ONE))[None, :]
+    meets = gl.load(gram + corner + (held * 16 + near))
+    sees = gl.load(reads + corner + (near * 16 + held))
     meets = gl.convert_layout(meets.to(dtype), LEFT_ONE)
     arrive()
     # M, whose F is what Y does not miss.
@@ -218,11 +220,10 @@ def inside(
     gl.store(own_weight + line + u, d_w, mask=u < left)
     # Rows of one pair added up: by pairs of earlier rows, by tokens that read.
     _shown()
-    p = gl.arange(0, 16, gl.SliceLayout(1, FEW))[:, None] + nil()
-    c = gl.arange(0, 16, gl.SliceLayout(0, FEW))[None, :] + nil()
-    which = s_pair.permute((1, 0)).load(FEW_LEFT)
+    r = gl.arange(0, 16, gl.SliceLayout(1, FEW))[:, None]
+    c = gl.arange(0, 16, gl.SliceLayout(0, FEW))[None, :]
     nothing = gl.zeros([16, 16], gl.float32, FEW)
-    d_read = mma_v2(which, s_reads.load(FEW_RIGHT), nothing)
-    d_pairs = mma_v2(which, s_pairs.load(FEW_RIGHT), nothing)
-    gl.store(own_reads + corner + (c * 16 + p), d_read.to(dtype))
-    gl.store(own_gram + corner + (p * 16 + c), d_pairs.to(dtype))
+    d_read = mma_v2(s_reads.permute((1, 0)).load(FEW_LEFT), s_pair.load(FEW_RIGHT), nothing)
+    d_pairs = mma_v2(s_pair.permute((1, 0)).load(FEW_LEFT), s_pairs.load(FEW_RIGHT), nothing)
+    gl.store(own_reads + corner + (r * 16 + c), d_read.to(dtype))
+    gl.store(own_gram + corner + (r * 16 + c), d_pairs.to(dtype))
