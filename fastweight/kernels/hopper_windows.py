@@ -13,7 +13,8 @@ the tensors while the next part is worked on. W and Z are kept by slot, 16 a par
 
 Traps: all parts of a sequence's last block are walked, because what is kept of a block is read whole; past the end rows
 are zeros, and nothing decays. What a turn leaves in shared memory is taken out in the next one and lies until the one
-after that: two turns have room. Reads of shared memory by threads come first in a turn, then what writes to it, or the
+after that: two turns have room. A fence waits for whatever is on its way, loads too: what a turn loads it asks for
+right behind its own. Reads of shared memory by threads come first in a turn, then what writes to it, or the
 compiler would have threads meet more often; at width 128 products begin after that, when few registers are needed.
 """
 
@@ -261,7 +262,6 @@ def forward(
     for part in range(0, parts):
         stage = part % STAGES
         power, before, after = soon
-        soon = decays_of(decay, p, gl.minimum(part + 1, parts - 1), size, PART, PARTS, BEFORE)
         # Behind this barrier this part's tiles are there, what the last turn left is seen, and nobody needs what
         # it read, nor what the turn before it left.
         async_copy.wait_group(1)
@@ -271,6 +271,7 @@ def forward(
         _leave(shelves, o, missed, wrote, states, part - 1, begin, size, lead, h, H, D, PART, PARTS)
         copy_part(rings, part + 2, part + 2, parts, q, k, v, maps, plane, lead, begin, size, h, kh,
               H, KH, D, WINDOW, PART, PARTS, SHIFT, False)  # fmt: skip
+        soon = decays_of(decay, p, gl.minimum(part + 1, parts - 1), size, PART, PARTS, BEFORE)
         low0 = S0.to(dtype)
         low1 = S1.to(dtype)
         # F, and beside it Q S.

@@ -109,7 +109,6 @@ def backward_state(
         part = parts - 1 - turn
         stage = turn % STAGES
         power, before, after = soon
-        soon = decays_of(decay, p, part - 1, size, PART, PARTS, BEFORE)
         # Behind this barrier: as in `forward`.
         async_copy.wait_group(1)
         fence_async_shared()
@@ -118,6 +117,7 @@ def backward_state(
         _leave(shelves, d_v, lead_in, df, d_states, part + 1, parts, begin, size, lead, h, H, D, WINDOW, PART, PARTS)
         copy_part(rings, turn + 2, part - 2, parts, q, k, d_o, maps, plane, lead, begin, size, h, kh,
               H, KH, D, WINDOW, PART, PARTS, SHIFT, True)  # fmt: skip
+        soon = decays_of(decay, p, part - 1, size, PART, PARTS, BEFORE)
         low0 = S0.to(dtype)
         low1 = S1.to(dtype)
         dz = warpgroup_mma(

@@ -216,10 +216,8 @@ def inside(
     felt -= gl.where(tok[:, None] > u[None, :], missed[:, None], 0.0)
     d_w = gl.where(tok[:, None] == u[None, :], d_w[:, None], 0.0)
     d_log, d_w = gl.reduce((felt, d_w), 0, _add_both)
-    gl.store(own_log + line + u, d_log, mask=u < left)
-    gl.store(own_weight + line + u, d_w, mask=u < left)
     # Rows of one pair added up: by pairs of earlier rows, by tokens that read.
-    _shown()
+    gl.thread_barrier()
     r = gl.arange(0, 16, gl.SliceLayout(1, FEW))[:, None]
     c = gl.arange(0, 16, gl.SliceLayout(0, FEW))[None, :]
     nothing = gl.zeros([16, 16], gl.float32, FEW)
@@ -227,3 +225,5 @@ def inside(
     d_pairs = mma_v2(s_pair.permute((1, 0)).load(FEW_LEFT), s_pairs.load(FEW_RIGHT), nothing)
     gl.store(own_reads + corner + (r * 16 + c), d_read.to(dtype))
     gl.store(own_gram + corner + (r * 16 + c), d_pairs.to(dtype))
+    gl.store(own_log + line + u, d_log, mask=u < left)
+    gl.store(own_weight + line + u, d_w, mask=u < left)

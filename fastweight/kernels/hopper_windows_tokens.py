@@ -114,7 +114,6 @@ def _stage(stage, tile, D: gl.constexpr):
     """A tile in 16 bits, to be read by rows; its memory is done with, and so it is after a further barrier."""
     view = stage._reinterpret(stage.dtype, [64, D], SHARED)
     view.store(tile.to(stage.dtype))
-    fence_async_shared()
     gl.thread_barrier()
     return view
 
@@ -278,8 +277,6 @@ def gradients(
     d_gain, d_ridge, d_energy = step_gradient(
         d_w / count, d_log, energy, gain, ridge, writes, eps, floor, SCALED, DIRECT, False
     )
-    store_head(d_beta, d_gain, first, t, h, H, live)
-    store_head(d_lam, d_ridge, first, t, h, H, live)
     if not DIRECT:
         # d mu u u^T of each window, on top: by tokens, in the place of Z and at width 64 of dF.
         s_share = s_f
@@ -316,8 +313,10 @@ def gradients(
     r = gl.arange(0, 64, gl.SliceLayout(1, LEFT))[:, None] + nil()
     c = gl.arange(0, 64, gl.SliceLayout(0, LEFT))[None, :]
     early = gl.where((c == r + (PART - 16)) & (r % 16 < HALO), 1.0, 0.0).to(dtype)
-    view = _stage(s_x, d_x, D)
-    d_x = warpgroup_mma(early, view, d_x, is_async=True)
+    s_x.store(d_x.to(dtype))
+    fence_async_shared()
+    gl.thread_barrier()
+    d_x = warpgroup_mma(early, s_x, d_x, is_async=True)
     r = rows(WIDE) + nil()
     t = r // 16 * PART + r % 16
     _store_rows(d_q, _stage(s_do, d_read, D), first, t, h, (r % 16 < PART) & (t < high), H, D)
@@ -339,6 +338,11 @@ def gradients(
     gl.store(
         at, gl.where(pair[:, None], view.slice(0, 16).load(PART_ROWS).to(gl.float32), 0.0), mask=(r < HALO)[:, None]
     )
+    r = gl.arange(0, 64, FLAT) + nil()
+    t = r // 16 * PART + r % 16
+    live = (r % 16 < PART) & (t < high)
+    store_head(d_beta, d_gain, first, t, h, H, live)
+    store_head(d_lam, d_ridge, first, t, h, H, live)
     # Until here the products read these, and nothing may be lent their memory.
     s_x._keep_alive()
     s_q._keep_alive()
