@@ -166,6 +166,7 @@ def inside(
     meets = gl.load(gram + corner + (held * 16 + near))
     sees = gl.load(reads + corner + (near * 16 + held))
     meets = gl.convert_layout(meets.to(dtype), LEFT_ONE)
+    gl.thread_barrier()  # or the assembler would ask for these once the copies are there
     arrive()
     # M, whose F is what Y does not miss.
     pulls = s_pulls.load(MANY_LEFT)

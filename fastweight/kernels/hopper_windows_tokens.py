@@ -97,9 +97,8 @@ def _beside(table, j, AFTER: gl.constexpr):
 @gluon.jit
 def _apart(own, row_part, j, rest):
     """Of each row what it has in its own part's 16 columns, and the rest, zero there, elsewhere: [64, 64]."""
-    return gl.convert_layout(
-        gl.reshape(gl.where((row_part == j[None, :])[:, :, None], own[:, None, :], rest), [64, 64]), ACC
-    )
+    own = gl.where((row_part == j[None, :])[:, :, None], own.to(gl.float32)[:, None, :], rest)
+    return gl.convert_layout(gl.reshape(own, [64, 64]), ACC)
 
 
 @gluon.jit
@@ -190,6 +189,7 @@ def gradients(
     state1 = state0
     if D == 128:
         state1 = _lines(states + kept + 64 * D, D)
+    gl.thread_barrier()  # or the assembler would ask for it once the copies are there
     arrive()
 
     d_x = _fresh(s_z, s_states.permute((1, 0)), D)
@@ -204,6 +204,16 @@ def gradients(
         whole += _in_place(s_states.slice(64, 64), state1, D)
     fence_async_shared()
     gl.thread_barrier()
+    # Rows of [16, 16] a part: pairs or tokens by pairs. Parts of no tokens have none.
+    three: gl.constexpr = gl.reshape(gl.zeros([64, 64], gl.float32, ACC), [64, 4, 16]).type.layout
+    to_row: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, three))
+    to_place: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(1, three))
+    r = gl.convert_layout(rows(ACC), to_place)
+    u = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, three)))
+    at = number * 1024 + (r[:, None] * 16 + u[None, :])
+    there = (r // 16 * PART < high)[:, None] & (u >= 0)[None, :]
+    own_gram = gl.load(own_gram + at, mask=there, other=0.0)
+    own_reads = gl.load(own_reads + at, mask=there, other=0.0)
     d_x = warpgroup_mma(s_f, s_states.permute((1, 0)), d_x, is_async=True)
     d_read = _fresh(s_do, s_states.permute((1, 0)), D)
     d_x, d_read = warpgroup_mma_wait(0, deps=(d_x, d_read))
@@ -217,9 +227,6 @@ def gradients(
     scores, meets = warpgroup_mma_wait(0, deps=(scores, meets))
     gl.thread_barrier()
     apart = gl.reshape(scores, [64, 4, 16])
-    three: gl.constexpr = apart.type.layout
-    to_row: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, three))
-    to_place: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(1, three))
     j = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, three)))
     j_begin = gl.load(line + gl.minimum(j * PART, high) - 1, mask=j > 0, other=0.0)
     j_end = gl.load(line + gl.minimum(j * PART + PART, high) - 1)
@@ -228,17 +235,31 @@ def gradients(
     own = (r % 16 < PART) & (row_part * PART + r % 16 < high)
     power = j_begin[None, :] - gl.convert_layout(g_end, to_row)[:, None]
     apart *= fade(row_part < j[None, :], power)[:, :, None]
-    # Rows of [16, 16] a part: pairs or tokens by pairs. Parts of no tokens have none.
-    r = gl.convert_layout(rows(ACC), to_place)
-    u = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, three)))
-    at = r[:, None] * 16 + u[None, :]
-    there = (r // 16 * PART < high)[:, None] & (u >= 0)[None, :]
-    itself = gl.load(own_gram + number * 1024 + at, mask=there, other=0.0).to(gl.float32)
-    s_gram.store(_apart(itself, row_part, j, apart).to(dtype))
+    s_gram.store(_apart(own_gram, row_part, j, apart).to(dtype))
     # What passes each part: from earlier parts to those behind it.
     flow = gl.sum(apart * gl.reshape(meets, [64, 4, 16]), axis=2)
     passes = _beside(flow, j, True) + gl.convert_layout(written, to_row)[:, None]
     passes = gl.where(row_part < j[None, :], passes, 0.0)
+
+    # What gates will need.
+    r = gl.arange(0, 64, FLAT) + nil()
+    t = r // 16 * PART + r % 16
+    live = (r % 16 < PART) & (t < high)
+    at = h.to(gl.int64) * tokens + first + t
+    d_log = gl.load(own_log + at, mask=live, other=0.0)
+    d_w = gl.load(own_weight + at, mask=live, other=0.0)
+    fact = facts + h.to(gl.int64) * (tokens * (VECTOR + WINDOW)) + first
+    energy = gl.load(fact + (ENERGY * tokens + t), mask=live, other=0.0)
+    count = gl.load(fact + (COUNT * tokens + t), mask=live, other=1.0)
+    writes = live & (t - SHIFT >= low)
+    gain = load_head(beta, first, t, h, H, writes, 1.0)
+    ridge = load_head(lam, first, t, h, H, writes, 0.0)
+    if not DIRECT:
+        r = gl.convert_layout(rows(ACC), to_place)[:, None]
+        t = r // 16 * PART + r % 16
+        ahead = u[None, :] - r % 16
+        keep = (ahead >= 0) & (ahead < WINDOW) & (r % 16 < PART) & (t < high)
+        vectors = gl.load(fact + ((VECTOR + ahead) * tokens + t), mask=keep, other=0.0)
 
     # To the reads of later parts' tokens.
     scores = product(s_do, s_z.permute((1, 0)))
@@ -248,32 +269,19 @@ def gradients(
     apart = gl.reshape(scores, [64, 4, 16])
     power = gl.convert_layout(g_read, to_row)[:, None] - j_end[None, :]
     apart *= fade((row_part > j[None, :]) & own, power)[:, :, None]
-    itself = gl.load(own_reads + number * 1024 + at, mask=there, other=0.0).to(gl.float32)
-    s_reads.store(_apart(itself, row_part, j, apart).to(dtype))
+    s_reads.store(_apart(own_reads, row_part, j, apart).to(dtype))
     flow = gl.sum(apart * gl.reshape(meets, [64, 4, 16]), axis=2)
     pulls = gl.convert_layout(straight, to_row) + gl.sum(flow, axis=1)
     before = _beside(flow, j, False) + gl.convert_layout(taken + straight, to_row)[:, None]
     passes += gl.where(row_part > j[None, :], before, 0.0)
     # By token, at its part's slots: and what later reads of the same part pull.
-    u = gl.arange(0, 16, gl.SliceLayout(0, ONE))[None, :]
+    now = gl.arange(0, 16, gl.SliceLayout(0, ONE))[None, :]
     r = rows(ONE)[:, None] % 16
-    pulls = gl.where(r > u if BEFORE else r >= u, gl.convert_layout(pulls, gl.SliceLayout(1, ONE))[:, None], 0.0)
-    d_log = gl.sum(gl.reshape(pulls, [4, 16, 16]), axis=1)
+    pulls = gl.where(r > now if BEFORE else r >= now, gl.convert_layout(pulls, gl.SliceLayout(1, ONE))[:, None], 0.0)
+    by_token = gl.sum(gl.reshape(pulls, [4, 16, 16]), axis=1)
     total = gl.sum(passes, axis=0) + whole * gl.exp2(g_whole)
-    d_log += gl.convert_layout(total, gl.SliceLayout(1, d_log.type.layout))[:, None]
-    d_log = gl.convert_layout(gl.reshape(d_log, [64]), FLAT)
-    r = gl.arange(0, 64, FLAT) + nil()
-    t = r // 16 * PART + r % 16
-    live = (r % 16 < PART) & (t < high)
-    at = h.to(gl.int64) * tokens + first + t
-    d_log += gl.load(own_log + at, mask=live, other=0.0)
-    d_w = gl.load(own_weight + at, mask=live, other=0.0)
-    fact = facts + h.to(gl.int64) * (tokens * (VECTOR + WINDOW)) + first
-    energy = gl.load(fact + (ENERGY * tokens + t), mask=live, other=0.0)
-    count = gl.load(fact + (COUNT * tokens + t), mask=live, other=1.0)
-    writes = live & (t - SHIFT >= low)
-    gain = load_head(beta, first, t, h, H, writes, 1.0)
-    ridge = load_head(lam, first, t, h, H, writes, 0.0)
+    by_token += gl.convert_layout(total, gl.SliceLayout(1, by_token.type.layout))[:, None]
+    d_log += gl.convert_layout(gl.reshape(by_token, [64]), FLAT)
     d_gain, d_ridge, d_energy = step_gradient(
         d_w / count, d_log, energy, gain, ridge, writes, eps, floor, SCALED, DIRECT, False
     )
@@ -283,12 +291,6 @@ def gradients(
         if D == 128:
             s_share = s_z._reinterpret(dtype, [2, 64, 64], SHARED).index(1)
         s_vectors = s_z._reinterpret(dtype, [D // 64, 64, 64], SHARED).index(0)
-        r = gl.convert_layout(rows(ACC), to_place)[:, None]
-        t = r // 16 * PART + r % 16
-        u = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, three)))[None, :]
-        ahead = u - r % 16
-        keep = (ahead >= 0) & (ahead < WINDOW) & (r % 16 < PART) & (t < high)
-        vectors = gl.load(fact + ((VECTOR + ahead) * tokens + t), mask=keep, other=0.0)
         s_vectors.store(_apart(vectors, row_part, j, 0.0).to(dtype))
         vectors *= gl.convert_layout(d_energy / count, to_place)[:, None]
         s_share.store(_apart(vectors, row_part, j, 0.0).to(dtype))

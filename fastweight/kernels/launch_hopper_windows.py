@@ -31,7 +31,7 @@ UNIT = HELD * SIDES  # numbers of one map of a part
 PARTS = 4  # of a block, which so has 64 slots
 import os
 KEEP = os.environ.get('FW3_KEEP') == '1'
-TURN = int(os.environ.get('FW3_TURN', 7000))  # blocks of heads at a time, about: each takes 36 KB while its gradients are found
+TURN = int(os.environ.get('FW3_TURN', 10000))  # blocks of heads at a time, about: each takes 36 KB while its gradients are found
 
 
 def fits(k: Tensor, v: Tensor, key0: Tensor | None, mask: Tensor | None, rebuild: bool) -> bool:
