@@ -16,9 +16,7 @@ from fastweight.kernels.gates import load_head, step_log_decay, step_sizes
 from fastweight.kernels.tiles import chunk_span, has_pair, load_keys, load_tile, source_rows
 
 SQUARINGS = tl.constexpr(19)
-SINGLE = tl.constexpr(2e-4)  # what squares of eigenvalues may miss of a trace of 1: after the next square, 1e-8
-    1e-6
-)  # of a trace of 1, what the squares of eigenvalues may miss of it: the next square, its square
+SINGLE = tl.constexpr(2e-4)  # what squares of eigenvalues may miss of a trace of 1; after one more squaring, 1e-8
 ENERGY = tl.constexpr(0)  # places in `facts`
 COUNT = tl.constexpr(1)
 CARRY = tl.constexpr(2)
