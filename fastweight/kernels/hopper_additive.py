@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from fastweight.kernels.gates import LOG2E, load_head, step_log_decay, step_sizes
-from fastweight.kernels.hopper_additive_sums import EACH, put_energies
+from fastweight.kernels.hopper_additive_sums import EACH, announce, bring, put_energies
 from fastweight.kernels.hopper_additive_windows import pairs_of, window_from
 from fastweight.kernels.hopper_parts import ACC, HALF, LEFT, LINE, nil, rows
 from fastweight.kernels.hopper_walk import (
@@ -73,13 +73,13 @@ def _load_gates(beta, lam, first, at, high, h, H: gl.constexpr, WINDOW: gl.const
 
 @gluon.jit
 def _keep_steps(
-    rates, lately, c, energies, gates, weight, decay, line, at, high, eps, floor, keeps,
+    rates, lately, c, energies, gates, at, eps, floor,
     WINDOW: gl.constexpr, SHIFT: gl.constexpr, RAW: gl.constexpr, SCALED: gl.constexpr, DIRECT: gl.constexpr,
     BEFORE: gl.constexpr,
 ):  # fmt: skip
-    """Rates of one chunk, and in `lately` what pairs are worth while their window is open; what its end keeps of S.
+    """Rates of one chunk, and in `lately` what pairs are worth while their window is open.
 
-    keeps: whether weights and log-decays go to memory.
+    What its end keeps of S; weights and cumulative log-decays.
     """
     HALO: gl.constexpr = WINDOW - 1
     pair, gain, ridge = gates
@@ -98,9 +98,6 @@ def _keep_steps(
         log_decay = gl.where(writes, step_log_decay(alpha, carry, floor), 0.0)
     g = gl.associative_scan(log_decay, 0, _add)
     g_last = gl.sum(log_decay, axis=0)
-    own = (i < gl.minimum(high, 65 - WINDOW)) & keeps
-    gl.store(weight + line + at + i, w, mask=own)
-    gl.store(decay + line + at + i, g, mask=own)
     g_read = g
     if BEFORE:
         g_read = gl.where(i > 0, gl.gather(g, gl.maximum(i - 1, 0), 0), 0.0)
@@ -116,7 +113,16 @@ def _keep_steps(
             worth *= gl.exp2(passed - faded)
             worth += gl.where(step >= 0, gl.gather(w, gl.maximum(step, 0), 0), 0.0)
             faded = passed
-    return keep_rates(rates, c & 1, (worth, faded, g_read, g_last), True, BEFORE or WINDOW > 1)
+    return keep_rates(rates, c & 1, (worth, faded, g_read, g_last), True, BEFORE or WINDOW > 1), w, g
+
+
+@gluon.jit
+def _put_steps(weight, decay, first, w, g, high, keeps, WINDOW: gl.constexpr):
+    """Writes weights and log-decays of a chunk, if this program is the one that does."""
+    i = gl.arange(0, 64, layout=EACH)
+    own = (i < gl.minimum(high, 65 - WINDOW)) & keeps
+    gl.store(weight + first + i, w, mask=own)
+    gl.store(decay + first + i, g, mask=own)
 
 
 @gluon.jit
@@ -155,12 +161,12 @@ def _write(S, x, y, rates, at):
 
 
 @gluon.jit
-def _sum_up(energies, rings, bars, c, count, ENERGY: gl.constexpr, K: gl.constexpr, STAGES: gl.constexpr):
+def _sum_up(energies, keys, bars, c, count, ENERGY: gl.constexpr, K: gl.constexpr, STAGES: gl.constexpr):
     """Energies of a chunk's keys, once they have come; behind the next barrier they are there."""
     if ENERGY:
         if c < count:
             mbarrier.wait(bars[0].index(c % STAGES), (c // STAGES) & 1)
-            put_energies(energies, rings[0].index(c % STAGES).reshape([64, K]))
+            put_energies(energies, keys[0].index(c % STAGES).reshape([64, K]))
 
 
 @gluon.jit(do_not_specialize=["length", "chunks", "tokens", "segments", "per_segment"])
@@ -191,9 +197,12 @@ def forward(
     key_at = h // (H // KH) * K
     value_at = h * V + block * 64
 
-    descs = (k_desc, v_desc)
+    # Keys come a chunk before the rest, as their energies are needed a chunk before them.
+    KEYS_AHEAD: gl.constexpr = STAGES + 1
+    keys, key_bars = rings_of((k_desc,), KEYS_AHEAD)
+    descs = (v_desc,)
     if READS:
-        descs = (k_desc, v_desc, q_desc)
+        descs = (v_desc, q_desc)
         scores = gl.allocate_shared_memory(dtype, [64, 64], gl.NVMMASharedLayout.get_default_for([64, 64], dtype))
     rings, bars = rings_of(descs, STAGES)
     rates = rates_of(BEFORE or WINDOW > 1)
@@ -202,8 +211,10 @@ def forward(
         lately = gl.allocate_shared_memory(gl.float32, [2 * HALO, 64], LINE)
     for early in gl.static_range(STAGES - 1):
         at = (start + early) * STRIDE
-        coords = (n, at - HALO - SHIFT, key_at), (n, at - HALO, value_at), (n, at, key_at)
-        fetch(descs, rings, bars, early, coords, early < count)
+        fetch((k_desc,), keys, key_bars, early, ((n, at - HALO - SHIFT, key_at),), early < count)
+        fetch(descs, rings, bars, early, ((n, at - HALO, value_at), (n, at, key_at)), early < count)
+    at = (start + STAGES - 1) * STRIDE
+    fetch((k_desc,), keys, key_bars, STAGES - 1, ((n, at - HALO - SHIFT, key_at),), count >= STAGES)
     begin = n.to(gl.int64) * length
     at = start * STRIDE
     soon = _load_gates(beta, lam, begin, at, length - at, h, H, WINDOW, SHIFT)
@@ -214,36 +225,41 @@ def forward(
     else:
         S = gl.load(state0 + state_at).to(gl.float32)
     none = gl.zeros([64, 64], gl.float32, ACC)
-    _sum_up(energies, rings, bars, 0, count, ENERGY, K, STAGES)
+    _sum_up(energies, keys, key_bars, 0, count, ENERGY, K, KEYS_AHEAD)
     gl.thread_barrier()
 
     for c in range(0, count):
         s = c % STAGES
         phase = (c // STAGES) & 1
-        x = rings[0].index(s).reshape([64, K])
-        y = rings[1].index(s).reshape([64, 64])
+        x = keys[0].index(c % KEYS_AHEAD).reshape([64, K])
+        y = rings[0].index(s).reshape([64, 64])
         at = (start + c) * STRIDE
-        mbarrier.wait(bars[0].index(s), phase)
+        mbarrier.wait(key_bars[0].index(c % KEYS_AHEAD), (c // KEYS_AHEAD) & 1)
         if READS:
-            qt = rings[2].index(s).reshape([64, K])
-            mbarrier.wait(bars[2].index(s), phase)
+            qt = rings[1].index(s).reshape([64, K])
+            mbarrier.wait(bars[1].index(s), phase)
             p = warpgroup_mma(qt, x.permute((1, 0)), none, use_acc=False, is_async=True)
             if WINDOW == 1:
                 low_S, read = _read(S, qt, none)
-        carry = _keep_steps(
-            rates, lately, c, energies, soon, weight, decay, line, at, length - at, eps, floor, block == 0,
-            WINDOW, SHIFT, RAW, SCALED, DIRECT, BEFORE,
-        )  # fmt: skip
-        if c + 1 < count:
-            then = at + STRIDE
-            soon = _load_gates(beta, lam, begin, then, length - then, h + nil(), H, WINDOW, SHIFT)
+        carry, w, g = _keep_steps(
+            rates, lately, c, energies, soon, at, eps, floor, WINDOW, SHIFT, RAW, SCALED, DIRECT, BEFORE
+        )
         # Behind this barrier every warp is done with the chunk before, and the rates are there.
         tma.store_wait(0)
         gl.thread_barrier()
         ahead = at + (STAGES - 1) * STRIDE
-        coords = (n, ahead - HALO - SHIFT, key_at), (n, ahead - HALO, value_at), (n, ahead, key_at)
-        fetch(descs, rings, bars, (c + STAGES - 1) % STAGES, coords, c + STAGES - 1 < count)
-        mbarrier.wait(bars[1].index(s), phase)
+        spare, key_spare = (c + STAGES - 1) % STAGES, (c + STAGES) % KEYS_AHEAD
+        announce(descs, bars, spare, c + STAGES - 1 < count)
+        announce((k_desc,), key_bars, key_spare, c + STAGES < count)
+        coords = (n, ahead - HALO, value_at), (n, ahead, key_at)
+        bring(descs, rings, bars, spare, coords, c + STAGES - 1 < count)
+        coords = ((n, ahead + STRIDE - HALO - SHIFT, key_at),)
+        bring((k_desc,), keys, key_bars, key_spare, coords, c + STAGES < count)
+        # As far before a fence as may be: each waits for what threads load and store.
+        _put_steps(weight, decay, line + at, w, g, length - at, block == 0, WINDOW)
+        then = at + STRIDE
+        soon = _load_gates(beta, lam, begin, then, length - then, h + nil(), H, WINDOW, SHIFT)
+        mbarrier.wait(bars[0].index(s), phase)
         if READS:
             if WINDOW == 1:
                 low_y, S = _write(S * carry, x, y, rates, c & 1)
@@ -260,15 +276,15 @@ def forward(
             out = read * row(rates, c & 1, READ, ACC)
             out = warpgroup_mma(gl.convert_layout(low_y, LEFT), scores.permute((1, 0)), out, is_async=True)
             if states_desc is not None:
-                spent = rings[2].index(s)._reinterpret(dtype, [K, 64], tall)
+                spent = rings[1].index(s)._reinterpret(dtype, [K, 64], tall)
                 spent.permute((1, 0)).store(gl.convert_layout(low_S, wide))
-            _sum_up(energies, rings, bars, c + 1, count, ENERGY, K, STAGES)
+            _sum_up(energies, keys, key_bars, c + 1, count, ENERGY, K, KEYS_AHEAD)
             out, S = warpgroup_mma_wait(0, deps=[out, S])
             y.permute((1, 0)).store(out.to(dtype))
             fence_async_shared()
             gl.thread_barrier()
             if WINDOW == 1:
-                tma.async_copy_shared_to_global(o, [n, at, value_at], rings[1].index(s))
+                tma.async_copy_shared_to_global(o, [n, at, value_at], rings[0].index(s))
             else:
                 i = gl.arange(0, 64, layout=gl.SliceLayout(1, HALF))
                 col = gl.arange(0, 64, layout=gl.SliceLayout(0, HALF))
@@ -279,12 +295,13 @@ def forward(
                 tma.async_copy_shared_to_global(states_desc, [(slot + c * H) * K, block * 64], spent)
         else:
             low_y, S = _write(S * carry, x, y, rates, c & 1)
-            _sum_up(energies, rings, bars, c + 1, count, ENERGY, K, STAGES)
+            _sum_up(energies, keys, key_bars, c + 1, count, ENERGY, K, KEYS_AHEAD)
             S = warpgroup_mma_wait(0, deps=[S])
             gl.thread_barrier()
     tma.store_wait(0)
     if state1 is not None:
         gl.store(state1 + state_at, S)
+    keep_barriers(key_bars)
     keep_barriers(bars)
 
 

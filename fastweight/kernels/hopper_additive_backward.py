@@ -25,6 +25,7 @@ their places.
 # pyright: basic, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false, reportReturnType=false
 # pyright: reportOptionalMemberAccess=false, reportAssignmentType=false
+# ruff: noqa: SIM102
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -56,6 +57,7 @@ from fastweight.kernels.hopper_additive_sums import (
     keep_numbers,
     load_gates,
     numbers_of,
+    of_gates,
     put_edges,
     put_gates,
     put_sums,
@@ -68,6 +70,7 @@ from fastweight.kernels.hopper_additive_windows import (
     leave,
     leave_reads,
     left_behind,
+    load_steps,
     load_window,
     of_steps,
     pairs_of,
@@ -91,13 +94,31 @@ def _load(weight, decay, sums, line, slot, at, left, i,
         return load_window(decay, sums, line, slot, at, left, i, WINDOW, BEFORE, WARPS)
 
 
+@gluon.jit
+def _leave(
+    out_q, d_k, out_v, more_x, more_y, halo_k, halo_v, features, s_dy, last, c, count, length, begin, h, seg,
+    H: gl.constexpr, K: gl.constexpr, V: gl.constexpr, WINDOW: gl.constexpr, SHIFT: gl.constexpr,
+    num_warps: gl.constexpr,
+):  # fmt: skip
+    """Writes the gradients of a chunk with windows, while the first products of the next one go on."""
+    at = (last - c) * (65 - WINDOW)
+    high = gl.minimum(length - at, 65 - WINDOW)
+    s_dq = features[0].index((c & 1) + nil()).reshape([64, K])
+    s_dx = features[1].index((c & 1) + nil()).reshape([64, K])
+    leave(out_v, more_y, s_dy.reshape([64, V]), at, 0, begin, h, high, c, count, halo_v, seg, H, V, WINDOW,
+          num_warps)  # fmt: skip
+    leave_reads(out_q, s_dq, at, begin, h, high, H, K, num_warps)
+    leave(d_k, more_x, s_dx, at, SHIFT, begin, h, high, c, count, halo_k, seg, H, K, WINDOW, num_warps)
+
+
 @gluon.jit(do_not_specialize=["length", "chunks", "tokens", "segments", "per_segment"])
 def backward(
     q_desc, k_desc, v_desc, d_o_desc, states_desc, d_q_desc, d_k_desc, d_v_desc, out_q, d_k, out_v, halo_k, halo_v,
     beta, lam, d_beta, d_lam, weight, decay, sums, d_state1, d_state0,
     length, chunks, tokens, segments, per_segment, eps, floor,
     H: gl.constexpr, KH: gl.constexpr, K: gl.constexpr, V: gl.constexpr, WINDOW: gl.constexpr, SHIFT: gl.constexpr,
-    RAW: gl.constexpr, SCALED: gl.constexpr, DIRECT: gl.constexpr, BEFORE: gl.constexpr, num_warps: gl.constexpr,
+    RAW: gl.constexpr, SCALED: gl.constexpr, DIRECT: gl.constexpr, BEFORE: gl.constexpr, LATER: gl.constexpr,
+    num_warps: gl.constexpr,
 ):  # fmt: skip
     """One segment of one head in reverse: all gradients of its tokens, and if asked dS_0.
 
@@ -119,7 +140,8 @@ def backward(
     square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], dtype)
     _block, h, seg = whose(gl.program_id(0), 1, H)
     n, start, count = span(seg, chunks, segments, per_segment)
-    line = h.to(gl.int64) * tokens + n.to(gl.int64) * length
+    begin = n.to(gl.int64) * length
+    line = h.to(gl.int64) * tokens + begin
     last = start + count - 1
     slot = (n * chunks + last) * H + h
     key_at = h // (H // KH) * K
@@ -149,6 +171,8 @@ def backward(
     g_last = keep_numbers(numbers, 0, soon, BEFORE or WINDOW > 1)
     if WINDOW > 1:
         lately.index(0).store(near)
+        more_y = left_behind(out_v, at, 0, begin, h, count * 0, H, V, WINDOW, num_warps)
+        more_x = left_behind(d_k, at, SHIFT, begin, h, count * 0, H, K, WINDOW, num_warps)
     if d_state1 is None:
         dS = gl.zeros([K, V], gl.float32, state)
     else:
@@ -164,8 +188,18 @@ def backward(
         q, x, y, do, S, s_dS, low_p, low_dp = views(features, pulls, given_once, room, scores, stage, K, V)
         at = (last - c) * STRIDE
         high = gl.minimum(length - at, STRIDE)
-        first = n.to(gl.int64) * length + at
+        first = begin + at
         carry = gl.exp2(g_last)
+        more = c + 1 < count
+        ahead = at - STRIDE
+        after = slot - (c + 1) * H
+        # What threads load and store goes on from here, as far as may be before a fence, which waits for all of it.
+        given = load_gates(beta, lam, at, token, high, first, h + nil(), H, SHIFT, RAW)
+        if WINDOW > 1:
+            its = load_steps(weight, decay, line + at, high, token)
+        if more:
+            left = length - ahead
+            soon, near = _load(weight, decay, sums, line, after, ahead, left, i, WINDOW, BEFORE, num_warps)
         # What comes last is waited for as late as may be.
         phase = (c >> 1) & 1
         mbarrier.wait(feature_bars[0].index(stage), phase)
@@ -180,6 +214,10 @@ def backward(
         d_x = warpgroup_mma(y, s_dS.permute((1, 0)), no_tile, use_acc=False, is_async=True)
         # Waits for nothing, but the assembler sees that nobody is at dS: else it waits for all products here.
         dS = warpgroup_mma_wait(5, deps=(dS,))
+        if WINDOW > 1 and LATER:
+            if c > 0:
+                _leave(out_q, d_k, out_v, more_x, more_y, halo_k, halo_v, features, s_dy, last, c - 1, count, length,
+                       begin, h, seg, H, K, V, WINDOW, SHIFT, num_warps)  # fmt: skip
         per_warp.store(state_overlap(S, dS, num_warps))
         p, dp = warpgroup_mma_wait(3, deps=(p, dp))
         if WINDOW > 1:
@@ -206,7 +244,6 @@ def backward(
         put_sums(added, OF_WRITES, by_warps(d_y * y.load(tile).to(gl.float32), WIDE))
         d_x = warpgroup_mma_wait(0, deps=(d_x,))
         fence_async_shared()
-        more = c + 1 < count
         wanted = (c > 0) & more
         announce(once, once_bars, 0, more)
         announce(twice, feature_bars, 1 - stage, wanted)
@@ -215,8 +252,6 @@ def backward(
         # Behind this barrier the states and values have been read, and the scores and sums are there.
         gl.thread_barrier()
         q, x, y, do, S, s_dS, low_p, low_dp = views(features, pulls, given_once, room, scores, stage, K, V)
-        ahead = at - STRIDE
-        after = slot - (c + 1) * H
         bring(once, given_once, once_bars, 0, ((n, ahead - HALO, h * V), (after * K, 0)), more)
         # The gradients of the chunk behind have left these places.
         coords = (n, ahead, key_at), (n, ahead - HALO - SHIFT, key_at)
@@ -229,13 +264,9 @@ def backward(
         read *= gl.exp2(across(numbers, stage, READ_DECAY, tall))[None, :]
         read = gl.convert_layout(read.to(dtype), gl.DotOperandLayout(0, tall, 2))
         dS = warpgroup_mma(read, do, dS * carry, is_async=True)
-        given = load_gates(beta, lam, at, token, high, first, h + nil(), H, SHIFT, RAW)
-        if more:
-            left = length - ahead
-            soon, near = _load(weight, decay, sums, line, after, ahead, left, i, WINDOW, BEFORE, num_warps)
         if WINDOW > 1:
-            more_y = left_behind(out_v, at, 0, first - at, h, c, H, V, WINDOW, num_warps)
-            more_x = left_behind(d_k, at, SHIFT, first - at, h, c, H, K, WINDOW, num_warps)
+            more_y = left_behind(out_v, at, 0, begin, h, c, H, V, WINDOW, num_warps)
+            more_x = left_behind(d_k, at, SHIFT, begin, h, c, H, K, WINDOW, num_warps)
         every: gl.constexpr = gl.BlockedLayout([num_warps], [32], [num_warps], [0])
         d_w, d_log = decays_of(added, numbers, stage, g_last, BEFORE, WIDE, each)
         d_log += gl.sum(per_warp.load(every), axis=0) * carry
@@ -243,16 +274,13 @@ def backward(
         if ENERGY:
             energy = total_of(added, OF_ENERGY, WIDE, each)
         if WINDOW > 1:
-            d_w, inside = of_steps(beside, d_w, weight, decay, line, at, high, token, WINDOW, BEFORE, num_warps)
+            d_w, inside = of_steps(beside, d_w, its, high, token, WINDOW, BEFORE, num_warps)
             d_log += inside
             part = 1 / pairs_of(token, at, WINDOW, SHIFT)
             d_w *= part
             if ENERGY:
                 energy = window_from(energy, token, WINDOW) * part
-        share = put_gates(
-            given, d_beta, d_lam, token, high, first, h + nil(), d_w, d_log, energy, eps, floor, H, RAW, SCALED,
-            DIRECT, LIVE,
-        )  # fmt: skip
+        d_gain, d_ridge, share = of_gates(given, d_w, d_log, energy, eps, floor, RAW, SCALED, DIRECT, LIVE)
         if SHARES:
             if WINDOW > 1:
                 share = window_up_to(share * part, token, WINDOW)
@@ -264,9 +292,6 @@ def backward(
         gl.thread_barrier()
         if WINDOW == 1:
             tma.async_copy_shared_to_global(d_v_desc, [n, at, h * V], s_dy)
-        else:
-            leave(out_v, more_y, s_dy.reshape([64, V]), at, 0, first - at, h, high, c, count, halo_v, seg, H, V, WINDOW,
-                  num_warps)  # fmt: skip
         s_dq, s_dx = features[0].index(stage + nil()), features[1].index(stage + nil())
         s_dq.reshape([64, K]).store(d_q.to(dtype))
         if SHARES:
@@ -283,14 +308,19 @@ def backward(
         # Behind this barrier the products of all warps are done with the tiles, and all is there that leaves.
         gl.thread_barrier()
         bring(often, pulls, pull_bars, stage, ((n, ahead - STRIDE, h * V),), c + 2 < count)
+        put_gates(d_beta, d_lam, d_gain, d_ridge, token, high, first, h + nil(), H)
         if WINDOW > 1:
-            leave_reads(out_q, s_dq.reshape([64, K]), at, first - at, h, high, H, K, num_warps)
-            leave(d_k, more_x, s_dx.reshape([64, K]), at, SHIFT, first - at, h, high, c, count, halo_k, seg, H, K,
-                  WINDOW, num_warps)  # fmt: skip
+            if not LATER:
+                _leave(out_q, d_k, out_v, more_x, more_y, halo_k, halo_v, features, s_dy, last, c, count, length,
+                       begin, h, seg, H, K, V, WINDOW, SHIFT, num_warps)  # fmt: skip
         else:
             tma.async_copy_shared_to_global(d_q_desc, [n, at, h * K], s_dq)
             if at >= SHIFT:
                 tma.async_copy_shared_to_global(d_k_desc, [n, at - SHIFT, h * K], s_dx)
+    if WINDOW > 1 and LATER:
+        if count > 0:
+            _leave(out_q, d_k, out_v, more_x, more_y, halo_k, halo_v, features, s_dy, last, count - 1, count, length,
+                   begin, h, seg, H, K, V, WINDOW, SHIFT, num_warps)  # fmt: skip
     if SHIFT:
         first_keys = None
         if WINDOW == 1:

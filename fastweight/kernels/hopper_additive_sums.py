@@ -169,7 +169,7 @@ def head_offsets(seg, h, H: gl.constexpr, K: gl.constexpr, V: gl.constexpr, layo
 
 @gluon.jit
 def load_gates(beta, lam, at, i, high, first, h, H: gl.constexpr, SHIFT: gl.constexpr, RAW: gl.constexpr):
-    """What `put_gates` needs of a chunk, long before it does: behind all products nobody is left to wait with."""
+    """What `of_gates` needs of a chunk."""
     pair = (i < high) & (at + i >= SHIFT)
     gain = pair
     ridge = pair
@@ -180,11 +180,11 @@ def load_gates(beta, lam, at, i, high, first, h, H: gl.constexpr, SHIFT: gl.cons
 
 
 @gluon.jit
-def put_gates(
-    given, d_beta, d_lam, i, high, first, h, d_w, d_log, energy, eps, floor,
-    H: gl.constexpr, RAW: gl.constexpr, SCALED: gl.constexpr, DIRECT: gl.constexpr, LIVE: gl.constexpr,
+def of_gates(
+    given, d_w, d_log, energy, eps, floor,
+    RAW: gl.constexpr, SCALED: gl.constexpr, DIRECT: gl.constexpr, LIVE: gl.constexpr,
 ):  # fmt: skip
-    """Writes the gradients of beta and lam; returns that of the energy."""
+    """Gradients of beta, lam and the energy."""
     pair, gain, ridge = given
     if RAW:
         d_gain = gl.where(pair, d_w, 0.0)
@@ -192,11 +192,16 @@ def put_gates(
         share = gl.where(pair, 0.0, 0.0)  # not used
     else:
         d_gain, d_ridge, share = step_gradient(d_w, d_log, energy, gain, ridge, pair, eps, floor, SCALED, DIRECT, LIVE)
+    return d_gain, d_ridge, share
+
+
+@gluon.jit
+def put_gates(d_beta, d_lam, d_gain, d_ridge, i, high, first, h, H: gl.constexpr):
+    """Writes the gradients of beta and lam."""
     if d_beta is not None:
         gl.store(d_beta + first * H + h + i * H, d_gain, mask=i < high)
     if d_lam is not None:
         gl.store(d_lam + first * H + h + i * H, d_ridge, mask=i < high)
-    return share
 
 
 @gluon.jit

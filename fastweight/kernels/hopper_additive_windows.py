@@ -116,7 +116,7 @@ def window_up_to(values, row, WINDOW: gl.constexpr):
     """The same up to each row; what lies before the first is 0."""
     total = values
     for by in gl.static_range(1, WINDOW):
-        total += gl.where(row >= by, gl.gather(values, gl.maximum(row - by, 0), 0), 0.0)
+        total += gl.where(row >= by, _ago(values, row, by), 0.0)
     return total
 
 
@@ -127,19 +127,30 @@ def pairs_of(row, at, WINDOW: gl.constexpr, SHIFT: gl.constexpr):
 
 
 @gluon.jit
-def of_steps(
-    beside, met, weight, decay, line, at, high, row, WINDOW: gl.constexpr, BEFORE: gl.constexpr,
-    num_warps: gl.constexpr,
-):  # fmt: skip
-    """Gradients of w, and what those of log-decays have inside windows, from A (`met`) and the diagonals."""
+def load_steps(weight, decay, first, end, row):
+    """w and G of a chunk's steps, of which there are `end`."""
+    w = gl.load(weight + first + row, mask=row < end, other=0.0)
+    return w, gl.load(decay + first + gl.minimum(row, end - 1))
+
+
+@gluon.jit
+def _ago(values, row, by: gl.constexpr):
+    """values[row - by]; of rows that have none, the first."""
+    return gl.gather(values, gl.maximum(row - by, 0), 0)
+
+
+@gluon.jit
+def of_steps(beside, met, its, end, row, WINDOW: gl.constexpr, BEFORE: gl.constexpr, num_warps: gl.constexpr):
+    """Gradients of w, and what those of log-decays have inside windows, from A (`met`) and the diagonals.
+
+    its: of `load_steps`.
+    """
     LAG: gl.constexpr = 1 if BEFORE else 0
     each: gl.constexpr = gl.BlockedLayout([1, 2, 4], [1, 32, 1], [1, num_warps, 1], [2, 1, 0])
     by_row: gl.constexpr = gl.SliceLayout(0, each)
     parts = gl.sum(beside.load(each), axis=0)
     right = _columns_right(gl.arange(0, 64, layout=gl.SliceLayout(1, by_row)), by_row, BEFORE)
-    start = decay + line + at
-    end = gl.minimum(high, 65 - WINDOW)
-    g = gl.load(start + gl.minimum(row, end - 1))
+    w, g = its
     d_w = met
     apart = ()
     for m in gl.static_range(WINDOW):
@@ -152,12 +163,9 @@ def of_steps(
         if m == 0:
             d_w = term
         else:
-            step = row - m
-            term *= gl.exp2(g - gl.load(start + gl.minimum(gl.maximum(step, 0), end - 1)))
+            term *= gl.exp2(g - _ago(g, row, m))
             d_w += _ahead(term, row, m)
-            apart = apart + (  # noqa: RUF005
-                term * gl.load(weight + line + at + step, mask=(step >= 0) & (step < end), other=0.0),
-            )
+            apart = apart + (term * gl.where(row >= m, _ago(w, row, m), 0.0),)  # noqa: RUF005
     d_log = met * 0
     for i in gl.static_range(WINDOW - 1):
         faded = apart[i]

@@ -104,18 +104,17 @@ def log_decays(gain, rho, floor):
 
 @gluon.jit
 def _put_numbers(
-    numbers, x, ridge, energies, at, high, line, eps, floor, keeps,
+    numbers, x, ridge, at, high, eps, floor,
     SHIFT: gl.constexpr, SCALED: gl.constexpr, DIRECT: gl.constexpr,
 ):  # fmt: skip
-    """What each token has for all columns, from its key."""
+    """What each token has for all columns, from its key; returns its energy."""
     i = gl.arange(0, 64, layout=gl.SliceLayout(1, KEYS))
     energy = energies_of(x, KEYS)
     pair = (i < high) & (at + i >= SHIFT)
     rec, _ridge, _d, rho, _carry, _open, _writes = step_sizes(energy, 1.0, ridge, pair, eps, floor, SCALED, DIRECT)
     numbers.index(REC).store(rec)
     numbers.index(RHO).store(rho)
-    if energies is not None:
-        gl.store(energies + line + at + i, energy, mask=(i < high) & keeps)
+    return energy
 
 
 @gluon.jit(do_not_specialize=["length", "chunks", "tokens", "segments", "per_segment"])
@@ -183,16 +182,19 @@ def forward(
             qt = rings[2].index(s).reshape([64, K])
             mbarrier.wait(bars[2].index(s), phase)
             p = warpgroup_mma(qt, x.permute((1, 0)), none, use_acc=False, is_async=True)
-        _put_numbers(numbers, x, ridge, energies, at, high, line + nil(), eps, floor, block == 0, SHIFT, SCALED, DIRECT)
-        if c + 1 < count:
-            # Of addresses made anew, here and below: the loop would remember one for each.
-            ridge = load_head(lam, begin + at + 64, i, h + nil(), H, i < high - 64, 0.0)
+        energy = _put_numbers(numbers, x, ridge, at, high, eps, floor, SHIFT, SCALED, DIRECT)
         # Behind this barrier every warp is done with the chunk before, and the numbers are there.
         tma.store_wait(0)
         gl.thread_barrier()
         ahead = at + (STAGES - 1) * 64
         coords = (n, ahead - SHIFT, key_at), (n, ahead, value_at), (n, ahead, key_at)
         fetch(descs, rings, bars, (c + STAGES - 1) % STAGES, coords, c + STAGES - 1 < count)
+        # As far before a fence as may be, which waits for what threads load and store; of addresses made anew, here and
+        # below: the loop would remember one for each.
+        if energies is not None:
+            gl.store(energies + (line + nil()) + at + i, energy, mask=(i < high) & (block == 0))
+        ridge = load_head(lam, begin + at + 64, i, h + nil(), H, i < high - 64, 0.0)
+        mbarrier.wait(bars[1].index(s), phase)  # also keeps the assembler from loading later than that
         if READS:
             leaving.index(nil()).permute((1, 0)).store(S.to(dtype))
             p = warpgroup_mma_wait(0, deps=[p])
@@ -210,13 +212,15 @@ def forward(
         if READS:
             fence_async_shared()
         g = warpgroup_mma_wait(0, deps=[g])
-        mbarrier.wait(bars[1].index(s), phase)
         u = gain * y.permute((1, 0)).load(ACC).to(gl.float32)
         # Without reads as the end sees it: then any decay will do.
         m = gl.convert_layout((u * gl.exp2(-g if READS else inside[:, None] - g)).to(dtype), LEFT)
         if READS:
             # Behind this barrier the state and the scores are there.
             gl.thread_barrier()
+        if c + 1 < count:
+            gain = load_gains(beta, begin + at + 64, h + nil(), column, high - 64, H, V, ACC)
+        if READS:
             low_S = leaving.index(nil())
             read = warpgroup_mma(low_S.permute((1, 0)), qt.permute((1, 0)), none, use_acc=False, is_async=True)
             out = warpgroup_mma(m, scores.index(nil()).permute((1, 0)), read, is_async=True)
@@ -224,8 +228,6 @@ def forward(
                 tma.async_copy_shared_to_global(states_desc, [(slot + c * H) * K, block * 64], low_S)
         past = gl.convert_layout(total - inside if READS else total, gl.SliceLayout(1, wide))
         S = warpgroup_mma(m, x, S * gl.exp2(past)[:, None], is_async=True)
-        if c + 1 < count:
-            gain = load_gains(beta, begin + at + 64, h + nil(), column, high - 64, H, V, ACC)
         if READS:
             out, S = warpgroup_mma_wait(0, deps=[out, S])
             S *= gl.exp2(gl.convert_layout(inside, gl.SliceLayout(1, wide)))[:, None]

@@ -124,7 +124,7 @@ def backward(
     q_desc, k_desc, v_desc, d_o_desc, states_desc, d_q_desc, d_k_desc, d_v_desc, d_k, beta, lam, d_beta, d_lam,
     energies, d_state1, d_state0, d_states, wild, length, chunks, tokens, segments, per_segment, eps, floor,
     H: gl.constexpr, KH: gl.constexpr, K: gl.constexpr, V: gl.constexpr, SHIFT: gl.constexpr,
-    SCALED: gl.constexpr, DIRECT: gl.constexpr, num_warps: gl.constexpr,
+    SCALED: gl.constexpr, DIRECT: gl.constexpr, num_warps: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """One segment of one head in reverse: all gradients of its tokens, and if asked dS_0.
 
@@ -249,6 +249,13 @@ def backward(
         d_log = d_log * 128 + base[:, None]
         # Behind this barrier the gradients of the scores are there, and nobody needs the scores.
         gl.thread_barrier()
+        q, x, y, do, S, s_E, low_p, low_dp = _views(tiles, key_tile, room, scores, d_scores, K, V)
+        if EARLY > 0:
+            d_q = warpgroup_mma(do, S.permute((1, 0)), no_tile, use_acc=False, is_async=True)
+            d_q = warpgroup_mma(low_dp, x, d_q, is_async=True)
+        if EARLY > 1:
+            d_x = warpgroup_mma(y, s_E, no_tile, use_acc=False, is_async=True)
+            d_x = warpgroup_mma(low_dp.permute((1, 0)), q, d_x, is_async=True)
         gain = leaving._reinterpret(gl.float32, [V, 64], STRIPS).load(tall)
         down = s_dy._reinterpret(dtype, [V, 64], SHARED).load(tall).to(gl.float32)
         alpha = gain * along(numbers, its + RHO, tall)
@@ -265,16 +272,19 @@ def backward(
         if c + 1 < count:
             soon = load_token(energies, lam, line, begin, at - 64, i, high + 64, hh, H, SHIFT)
         _put_sums(forgotten, d_alpha * gain, num_warps)
-        q, x, y, do, S, s_E, low_p, low_dp = _views(tiles, key_tile, room, scores, d_scores, K, V)
-        d_q = warpgroup_mma(do, S.permute((1, 0)), no_tile, use_acc=False, is_async=True)
-        d_q = warpgroup_mma(low_dp, x, d_q, is_async=True)
-        d_x = warpgroup_mma(y, s_E, no_tile, use_acc=False, is_async=True)
-        d_x = warpgroup_mma(low_dp.permute((1, 0)), q, d_x, is_async=True)
         _put_sums(gains, d_gain * gain, num_warps)
-        forgot = _added_up(forgotten, num_warps, flat)
-        gained = _added_up(gains, num_warps, flat)
+        # As far before a fence as may be, which waits for what threads load and store.
         if c + 1 < count:
             gain = load_gains(beta, begin + at - 64, h + nil(), column, high + 64, H, V, tall)
+        q, x, y, do, S, s_E, low_p, low_dp = _views(tiles, key_tile, room, scores, d_scores, K, V)
+        if EARLY < 1:
+            d_q = warpgroup_mma(do, S.permute((1, 0)), no_tile, use_acc=False, is_async=True)
+            d_q = warpgroup_mma(low_dp, x, d_q, is_async=True)
+        if EARLY < 2:
+            d_x = warpgroup_mma(y, s_E, no_tile, use_acc=False, is_async=True)
+            d_x = warpgroup_mma(low_dp.permute((1, 0)), q, d_x, is_async=True)
+        forgot = _added_up(forgotten, num_warps, flat)
+        gained = _added_up(gains, num_warps, flat)
         energy, ridge, _pair = now
         rec = numbers.index(its + REC).load(flat)
         d_ridge = rec * forgot
@@ -285,8 +295,6 @@ def backward(
         if SCALED:
             share += d_ridge * ridge
             d_ridge *= energy
-        if d_lam is not None:
-            gl.store(d_lam + (begin + at) * H + (h + nil()) + i * H, d_ridge, mask=i < high)
         if ENERGY:
             shares.store(share)
         d_q, d_x = warpgroup_mma_wait(0, deps=(d_q, d_x))
@@ -306,6 +314,8 @@ def backward(
         # Behind this barrier every warp is done with x, and the gradients are there.
         gl.thread_barrier()
         fetch((k_desc,), key_tile, key_bar, 0, ((n, ahead - SHIFT, key_at),), c + 1 < count)
+        if d_lam is not None:
+            gl.store(d_lam + (begin + at) * H + (h + nil()) + i * H, d_ridge, mask=i < high)
         tma.async_copy_shared_to_global(d_q_desc, [n, at, h * K], leaving.index(0))
         if at >= SHIFT:
             tma.async_copy_shared_to_global(d_k_desc, [n, at - SHIFT, h * K], leaving.index(1))

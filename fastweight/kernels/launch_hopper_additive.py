@@ -13,6 +13,7 @@ from fastweight.kernels.launch import FEW_PROGRAMS, LEAST_CHUNKS, Gradients, Inp
 from fastweight.kernels.launch_hopper import STAGES, WALKING, blocks, descriptor, tiles
 
 ONE_WALK = os.environ.get("FW_ONE_WALK", "1") == "1"
+LATER = os.environ.get("FW_LATER", "1") == "1"
 LONGEST = 5  # window of a backward pass in one walk: hopper_additive_windows.py tells four diagonals apart
 MORE_STAGES = 3  # chunks in shared memory, of walks that hold less of each: in reverse, or without queries
 
@@ -106,7 +107,7 @@ def backward(
         *(tiles(tensor, K) for tensor in (out.q, out.k, out.v)), by_hand[0], out.k, by_hand[1], *halo,
         given.beta, given.lam, out.beta, out.lam, weight, decay, by_hand[2],
         None if d_end is None else d_end.contiguous(), d_start, *walk.arguments[2:], float(plan.eps),
-        float(plan.floor), V=K, WINDOW=plan.window, BEFORE=plan.before, **given.widths,
+        float(plan.floor), V=K, WINDOW=plan.window, BEFORE=plan.before, LATER=LATER, **given.widths,
         **gate_flags(plan), num_warps=K // 16,
     )  # fmt: skip
     if plan.window > 1 and walk.segments > 1:
