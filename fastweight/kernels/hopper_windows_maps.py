@@ -65,6 +65,7 @@ def forth(
     matrix = gram + number * (PAIRS * PAIRS)
     seen = reads + number * (PAIRS * PAIRS)
     c = gl.arange(0, 32, COLUMNS)
+    pair = c % HELD
     zero = gl.zeros([32], gl.float32, COLUMNS)
     at = number * (HELD * SIDES) + c
     # Coefficients of pairs that have left the window, and in `live` of those in it, whose residuals are `window`.
@@ -103,7 +104,7 @@ def forth(
             left *= carry
             new = t + WINDOW
             meets = _numbers(matrix + new * PAIRS, 0, t + WINDOW + 1)
-            enter = gl.where(c == new, 1.0, 0.0) + gl.where(c == new + HELD, 1 - left, 0.0)
+            enter = gl.where(pair == new, gl.where(c < HELD, 1.0, 1 - left), 0.0)
             for p in gl.static_range(t + 1):
                 enter -= meets[p] * z[p]
             stay = ()
@@ -111,7 +112,7 @@ def forth(
             for a in gl.static_range(1, WINDOW):
                 enter -= meets[t + a] * wrote[a]
                 # y = W + F
-                target = gl.where((c == t + a) | (c == t + a + HELD), 1 - carry, 0.0)
+                target = gl.where(pair == t + a, 1 - carry, 0.0)
                 for b in gl.static_range(1, a + 1):
                     shifted = shifted + (inner[a * (a + 1) // 2 + b],)
                 stay = stay + (carry * window[a] + target - w * _meets(inner, window, a, WINDOW),)

@@ -147,7 +147,7 @@ def _of_parts(plan: Plan, given: Inputs, block: Block) -> dict[str, Any]:
     """Constants of hopper_windows_maps.py."""
     return {
         "H": given.v.shape[2], "WINDOW": block.window, "TOKENS": block.tokens, "PAIRS": HELD, "PART": block.part,
-        "ROWS": ROWS, "BEFORE": plan.before, "num_warps": 1,
+        "ROWS": ROWS, "BEFORE": plan.before, "num_warps": 1, "maxnreg": 64 if block.window <= 4 else None,
     }  # fmt: skip
 
 
