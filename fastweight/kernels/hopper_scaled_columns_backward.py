@@ -113,7 +113,6 @@ def backward_state(
     cv = gl.arange(0, D, ALONG)
     least = passed
     lowest = passed
-    back = passed
     gl.thread_barrier()
     for turn in range(0, count):
         b = count - 1 - turn
@@ -125,29 +124,24 @@ def backward_state(
             S0 *= scale
             S1 *= scale
             passed = gl.full([D], 1.0, gl.float32, ALONG)
-            back = passed
             least = passed
             to = d_states + ((lead + (b >> 2)).to(gl.int64) * H + h) * (D * D)
             keep_state(s_state, to, S0, D)
             if PARTS == 2:
                 keep_state(s_state, to + 64 * D, S1, D)
         eta, carry = rates_of(gains, shelves, stage, now, floor)
-        do = values.index(stage).load(COLUMN).to(gl.float32)
         fades = gl.zeros([16, D], gl.float32, COLUMN)
         for t in gl.static_range(15, -1, -1):
             fades = gl.where(r == t, passed[None, :], fades)
             passed *= _row(carry, r, t)
-            if not BEFORE:
-                do = gl.where(r == t, do * back[None, :], do)
-            back = reciprocal(passed)
-            if BEFORE:
-                do = gl.where(r == t, do * back[None, :], do)
-            eta = gl.where(r == t, eta * back[None, :], eta)
+        eta *= -reciprocal(carry)
         least = gl.minimum(least, gl.min(carry, axis=0))
         s_least.store(least)
         s_kept.store(passed)
         if PARTS == 2:  # put aside while the state needs the registers
             s_fades.permute((1, 0)).store(fades)
+        do = values.index(stage).load(COLUMN).to(gl.float32)
+        do *= reciprocal(fades * carry if BEFORE else fades)
         s_reads.permute((1, 0)).store(do.to(dtype))
         gl.thread_barrier()
         low = gl.convert_layout(S0.to(dtype), LEFT_ONE)
@@ -170,22 +164,19 @@ def backward_state(
         s_felt.store(ends + gl.convert_layout(own, ONE))
         gl.thread_barrier()
         felt = s_felt.permute((1, 0)).load(COLUMN)
-        if PARTS == 2:
-            fades = s_fades.permute((1, 0)).load(COLUMN)
-        z = gl.zeros([16, D], gl.float32, COLUMN)
         for t in gl.static_range(15, -1, -1):
-            d_write = _row(fades, r, t) * _row(felt, r, t)
-            do = gl.where(r == t, d_write[None, :], do)
-            d_value = in_turn(_row(eta, r, t) * -d_write)
-            z = gl.where(r == t, d_value[None, :], z)
+            d_value = in_turn(_row(eta, r, t) * _row(felt, r, t))
+            eta = gl.where(r == t, d_value[None, :], eta)
             pull = shelves[0].index(now * 32 + t).load(DOWN)[:, None]
             felt = gl.where(r < t, felt + pull * d_value[None, :], felt)
+        if PARTS == 2:
+            fades = s_fades.permute((1, 0)).load(COLUMN)
         if (b & 3) == 0:
             lowest = gl.minimum(lowest, passed)
             at_chunk = (lead + (b >> 2)).to(gl.int64) * H + h
             gl.store(kept + at_chunk * D + cv, passed)
             gl.store(wild + at_chunk, forgets_much(passed, least, dtype).to(gl.int8))
-        s_written.permute((1, 0)).store(z.to(dtype))
+        s_written.permute((1, 0)).store(eta.to(dtype))
         arrive()
         S0 = warpgroup_mma(s_written, keys[0].index(2 * stage), S0, is_async=True)
         S0 = warpgroup_mma(s_reads, keys[0].index(2 * stage + 1), S0, is_async=True)
@@ -194,7 +185,7 @@ def backward_state(
             S1 = warpgroup_mma(s_reads, keys[1].index(2 * stage + 1), S1, is_async=True)
         begins, ends_at = block_ends(16 - b * 16, high + 16)
         start, end = block_ends(32 - b * 16, high + 32)
-        store_columns(d_u, do, first, high, h, H, D)
+        store_columns(d_u, fades * felt, first, high, h, H, D)
         stage = stage_after(stage)
         prepare(
             keys, stage, 1 - now, shelves, (live, pair, ridge, energy), energies, key0, previous, line + b * 16 - 16,

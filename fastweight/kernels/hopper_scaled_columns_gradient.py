@@ -56,7 +56,6 @@ from fastweight.kernels.hopper_parts import (
     WHOLE,
     arrive,
     copy_rows,
-    diagonal,
     new_barrier,
     nil,
     rows,
@@ -68,10 +67,16 @@ LEAST = gl.constexpr(-62.0)  # below all g of chunks that are done here
 
 
 @gluon.jit
+def _columns(L: gl.constexpr):
+    """0 .. 63 along the columns of layout L, unknown to be so: else a register for each lived through the loop."""
+    return gl.arange(0, 64, gl.SliceLayout(0, L)) + nil()
+
+
+@gluon.jit
 def _ones(KIND: gl.constexpr, dtype: gl.constexpr, L: gl.constexpr):
     """[64, 64]: 1 where the column is up to the row (KIND 0), before it (1), or behind it (2)."""
     i = rows(L)[:, None]
-    j = gl.arange(0, 64, gl.SliceLayout(0, L))[None, :]
+    j = _columns(L)[None, :]
     if KIND == 0:
         is_one = j <= i
     elif KIND == 1:
@@ -90,7 +95,7 @@ def _first_piece(numbers):
 @gluon.jit
 def _later(L: gl.constexpr):
     """Row minus column of [64, 64]."""
-    return rows(L)[:, None] - gl.arange(0, 64, gl.SliceLayout(0, L))[None, :]
+    return rows(L)[:, None] - _columns(L)[None, :]
 
 
 @gluon.jit
@@ -155,6 +160,15 @@ def _copy_states(s_states, states, d_states, row, start, landed):
 
 
 @gluon.jit
+def _over_columns(s_a, s_b, PARTS: gl.constexpr):
+    """Begins a b^T, of all value columns."""
+    found = _fresh(s_a.index(nil()), s_b.index(nil()).permute((1, 0)), ACC)
+    if PARTS == 2:
+        found = warpgroup_mma(s_a.index(nil() + 1), s_b.index(nil() + 1).permute((1, 0)), found, is_async=True)
+    return found
+
+
+@gluon.jit
 def _low(tile, dtype: gl.constexpr):
     """An accumulator [64, 64] as the left operand of a product, in 16 bits."""
     return gl.convert_layout(tile.to(dtype), LEFT)
@@ -191,6 +205,7 @@ def backward_token(
     s_m = gl.allocate_shared_memory(dtype, [PARTS, 64, 64], SHARED)
     s_states = gl.allocate_shared_memory(dtype, [2, D, 64], SHARED)
     s_kept = gl.allocate_shared_memory(gl.float32, [PARTS, 64], LINE)
+    s_through = gl.allocate_shared_memory(gl.float32, [64], LINE)
     if PARTS == 2:
         s_terms = s_states._reinterpret(gl.bfloat16, [4, 64, 64], SHARED)
     else:
@@ -262,12 +277,14 @@ def backward_token(
     of_lam = share
     for part in range(parts):
         # Scores and their transposes are left operands, made anew for every part of the columns.
+        mbarrier.wait(landed, part)
         later = _later(ACC)
         gram = _fresh(s_x.index(nil()), s_x.index(nil()).permute((1, 0)), ACC)
         score = _fresh(s_x.index(nil()), s_q.index(nil()).permute((1, 0)), ACC)
-        gram, score = warpgroup_mma_wait(0, deps=(gram, score))
+        both = _fresh(s_states.index(nil()).permute((1, 0)), s_states.index(nil() + 1), ACC)
+        gram, score, both = warpgroup_mma_wait(0, deps=(gram, score, both))
+        s_through.store(gl.sum(gl.where(later == 0, both, 0.0), axis=1))
         score = gl.where(later < 0 if BEFORE else later <= 0, score, 0.0)
-        mbarrier.wait(landed, part)
         inner = _fresh(_low(score, dtype), s_r.index(part), ACC)
         inner = warpgroup_mma(_low(gl.where(later < 0, gram, 0.0), dtype), s_w.index(part), inner, is_async=True)
         misses = _fresh(_low(gl.where(later > 0, gram, 0.0), dtype), s_m.index(part), ACC)
@@ -280,24 +297,29 @@ def backward_token(
         own = misses * s_w.index(part).load(ACC).to(gl.float32)
         inner *= s_m.index(part).load(ACC).to(gl.float32)
         reads = warpgroup_mma_wait(0, deps=(reads,))
-        behind = _fresh(s_x.index(nil()), s_states.index(nil() + 1), ACC)
         terms = reads * s_r.index(part).load(ACC).to(gl.float32)
         if BEFORE:
             own += terms
             terms = own - inner
         else:
             terms += own - inner
-        own -= terms
-        both = _fresh(s_states.index(nil()).permute((1, 0)), s_states.index(nil() + 1), ACC)
-        behind, both = warpgroup_mma_wait(0, deps=(behind, both))
-        through = gl.convert_layout(diagonal(both), along)
+        d_log = terms - own  # what of t itself does not cross it
+        behind = _fresh(s_x.index(nil()), s_states.index(nil() + 1), ACC)
+        behind = warpgroup_mma_wait(0, deps=(behind,))
         fade = s_kept.index(part).load(along)
-        own -= (through * fade)[None, :]
+        d_log += (s_through.load(along) * fade)[None, :]
         # What crosses a token to behind the chunk: nothing of it cancels, and 8 bits are enough for bfloat16.
         behind *= s_m.index(part).load(ACC).to(gl.float32) * fade[None, :]
         rest = behind
         if dtype == gl.float16:
             behind = _first_piece(behind)
+        i = rows(ACC)
+        source, live = source_rows(previous, first, i, low, high, SHIFT)
+        pair = has_pair(unmasked, has_key, first, i, source, live, low, n)
+        at = base + part * 64 + (i[:, None] * (H * D) + gl.arange(0, 64, along)[None, :])
+        gain = gl.load(beta + at, mask=pair[:, None], other=0.0).to(gl.float32)
+        d_write = gl.load(d_v + at, mask=live[:, None], other=0.0).to(gl.float32)
+        d_eta = gl.load(residual + at, mask=live[:, None], other=0.0).to(gl.float32) * d_write
         gl.thread_barrier()
         s_terms.index(0).store(behind.to(gl.bfloat16))
         piece = _first_piece(terms)
@@ -308,30 +330,22 @@ def backward_token(
         s_terms.index(3).store((terms - piece).to(gl.bfloat16))
         _shown()
         earlier = _ones(1, gl.bfloat16, LEFT)
-        d_log = _fresh(earlier, s_terms.index(0), ACC)
+        d_log = warpgroup_mma(earlier, s_terms.index(nil()), d_log, is_async=True)
         if dtype == gl.float16:
             d_log = warpgroup_mma_wait(0, deps=(d_log,))
             gl.thread_barrier()
             s_terms.index(0).store((rest - behind).to(gl.bfloat16))
             _shown()
-            d_log = warpgroup_mma(earlier, s_terms.index(0), d_log, is_async=True)
+            d_log = warpgroup_mma(earlier, s_terms.index(nil()), d_log, is_async=True)
         behind_it = _ones(2, gl.bfloat16, LEFT)
         for piece_at in gl.static_range(1, 4):
-            d_log = warpgroup_mma(behind_it, s_terms.index(piece_at), d_log, is_async=True)
-        i = rows(ACC)
-        source, live = source_rows(previous, first, i, low, high, SHIFT)
-        pair = has_pair(unmasked, has_key, first, i, source, live, low, n)
-        at = base + part * 64 + (i[:, None] * (H * D) + gl.arange(0, 64, along)[None, :])
-        gain = gl.load(beta + at, mask=pair[:, None], other=0.0).to(gl.float32)
-        d_write = gl.load(d_v + at, mask=live[:, None], other=0.0).to(gl.float32)
-        d_eta = gl.load(residual + at, mask=live[:, None], other=0.0).to(gl.float32) * d_write
+            d_log = warpgroup_mma(behind_it, s_terms.index(nil() + piece_at), d_log, is_async=True)
+        gl.store(d_v + at, (gain * step[:, None] * d_write).to(d_v.dtype.element_ty), mask=live[:, None])
         d_log = warpgroup_mma_wait(0, deps=(d_log,))
         if PARTS == 2:
             _shown()
             _copy_states(s_states, states, d_states, row, (1 - part) * 64, landed)
-        d_log -= own
 
-        gl.store(d_v + at, (gain * step[:, None] * d_write).to(d_v.dtype.element_ty), mask=live[:, None])
         to_gain, to_lam, to_energy = _step_gradient(
             d_eta, d_log, energy, gain, ridge, step, shrinks, floor, SCALED, DIRECT
         )
@@ -342,28 +356,20 @@ def backward_token(
         gl.store(d_lam + first * H + h + i * H, of_lam, mask=live)
 
     # The same of their gradients.
-    d_p = gl.zeros([64, 64], gl.float32, ACC)
-    d_gram = d_p
-    for part in gl.static_range(PARTS):
-        d_p = warpgroup_mma(s_r.index(part), s_m.index(part).permute((1, 0)), d_p, use_acc=part > 0, is_async=True)
-        d_gram = warpgroup_mma(
-            s_w.index(part), s_m.index(part).permute((1, 0)), d_gram, use_acc=part > 0, is_async=True
-        )
-    d_p, d_gram = warpgroup_mma_wait(0, deps=(d_p, d_gram))
     later = _later(ACC)
-    of_reads = _low(gl.where(later > 0 if BEFORE else later >= 0, d_p, 0.0), dtype)
-    turned = gl.zeros([64, 64], gl.float32, ACC)
-    for part in gl.static_range(PARTS):
-        d_p = warpgroup_mma(s_m.index(part), s_r.index(part).permute((1, 0)), d_p, use_acc=part > 0, is_async=True)
-        turned = warpgroup_mma(
-            s_m.index(part), s_w.index(part).permute((1, 0)), turned, use_acc=part > 0, is_async=True
-        )
-    d_p, turned = warpgroup_mma_wait(0, deps=(d_p, turned))
-    of_read = _low(gl.where(later < 0 if BEFORE else later <= 0, d_p, 0.0), dtype)
-    of_gram = _low(gl.where(later > 0, d_gram, gl.where(later < 0, turned, 0.0)), dtype)
-    of_q = _fresh(gl.convert_layout(of_reads, LEFT_WIDE), s_x.index(nil()), WIDE)
-    of_x = _fresh(gl.convert_layout(of_read, LEFT_WIDE), s_q.index(nil()), WIDE)
-    of_x = warpgroup_mma(gl.convert_layout(of_gram, LEFT_WIDE), s_x.index(nil()), of_x, is_async=True)
+    straight = _over_columns(s_w, s_m, PARTS)
+    turned = _over_columns(s_m, s_w, PARTS)
+    straight, turned = warpgroup_mma_wait(0, deps=(straight, turned))
+    scores = _low(gl.where(later > 0, straight, gl.where(later < 0, turned, 0.0)), dtype)
+    of_x = _fresh(gl.convert_layout(scores, LEFT_WIDE), s_x.index(nil()), WIDE)
+    turned = _over_columns(s_m, s_r, PARTS)
+    of_x, turned = warpgroup_mma_wait(0, deps=(of_x, turned))
+    scores = _low(gl.where(later < 0 if BEFORE else later <= 0, turned, 0.0), dtype)
+    of_x = warpgroup_mma(gl.convert_layout(scores, LEFT_WIDE), s_q.index(nil()), of_x, is_async=True)
+    straight = _over_columns(s_r, s_m, PARTS)
+    of_x, straight = warpgroup_mma_wait(0, deps=(of_x, straight))
+    scores = _low(gl.where(later > 0 if BEFORE else later >= 0, straight, 0.0), dtype)
+    of_q = _fresh(gl.convert_layout(scores, LEFT_WIDE), s_x.index(nil()), WIDE)
     of_q, of_x = warpgroup_mma_wait(0, deps=(of_q, of_x))
     for part in gl.static_range(PARTS):
         fade = s_kept.index(part).load(along)
