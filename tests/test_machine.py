@@ -224,7 +224,7 @@ CHANGED = [
     ("warpgroup_mma_wait(1, deps=(d_q, d_y, d_x))", "warpgroup_mma_wait(2, deps=(d_q, d_y, d_x))"),
     ("[n, at, h * V], s_dy", "[n, at - SHIFT, h * V], s_dy"),
     ("after = slot - (c + 1) * H", "after = slot - c * H"),  # its own state again
-    ("h * V),), c + 2 < count)", "h * V),), c + 2 <= count)"),  # nobody waits for the last tiles
+    ("stage, coords, c + 2 < count)", "stage, coords, c + 2 <= count)"),  # nobody waits for the last tiles
     ("wanted = (c > 0) & more", "wanted = more"),  # announced twice
     ("room.index(nil()).store(dS.to(dtype))", "pass"),  # the gradient of another chunk's state
 ]

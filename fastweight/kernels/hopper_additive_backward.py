@@ -15,7 +15,7 @@ read i, and f[i] and f[j] its sums, the pairs that decay at t are
 
 where what cancels, in float32 within one chunk, is the same numbers.
 
-Gradients of q and x leave from the places of q and x.
+Gradients of q and x leave from the places of q and x, that of y from where the scores were.
 
 Traps: a TMA store that begins at a negative row is an illegal instruction (a load may), so the gradients of a
 sequence's first shifted keys go by themselves. q and x of the chunk after next wait for the gradients that leave from
@@ -25,7 +25,7 @@ their places.
 # pyright: basic, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false, reportReturnType=false
 # pyright: reportOptionalMemberAccess=false, reportAssignmentType=false
-# ruff: noqa: SIM102
+# ruff: noqa: RUF005, SIM102
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -146,13 +146,12 @@ def backward(
     slot = (n * chunks + last) * H + h
     key_at = h // (H // KH) * K
 
-    twice, often, once = (q_desc, k_desc), (d_o_desc,), (v_desc, states_desc)
-    features, feature_bars = rings_of(twice, 2)
-    pulls, pull_bars = rings_of(often, 2)
-    given_once, once_bars = rings_of(once, 1)
+    features, feature_bars = rings_of((q_desc, k_desc), 2)
+    values, value_bars = rings_of((d_o_desc, v_desc), 2)
+    begins, begin_bars = rings_of((states_desc,), 1)
     room = gl.allocate_shared_memory(dtype, [1, K, V], gl.NVMMASharedLayout.get_default_for([K, V], dtype))
-    s_dy = gl.allocate_shared_memory(dtype, d_v_desc.block_shape, d_v_desc.layout)
     scores = gl.allocate_shared_memory(dtype, [2, 64, 64], square)
+    s_dy = scores._reinterpret(dtype, [128 // K] + d_v_desc.block_shape, d_v_desc.layout).index(0)
     numbers = numbers_of()
     added, per_warp, shares = sums_of(WIDE, num_warps)
     if WINDOW > 1:
@@ -162,9 +161,10 @@ def backward(
     for early in gl.static_range(2):
         then = at - early * STRIDE
         coords = (n, then, key_at), (n, then - HALO - SHIFT, key_at)
-        fetch(twice, features, feature_bars, early, coords, early < count)
-        fetch(often, pulls, pull_bars, early, ((n, then, h * V),), early < count)
-    fetch(once, given_once, once_bars, 0, ((n, at - HALO, h * V), (slot * K, 0)), count > 0)
+        fetch((q_desc, k_desc), features, feature_bars, early, coords, early < count)
+        coords = (n, then, h * V), (n, then - HALO, h * V)
+        fetch((d_o_desc, v_desc), values, value_bars, early, coords, early < count)
+    fetch((states_desc,), begins, begin_bars, 0, ((slot * K, 0),), count > 0)
     i = gl.arange(0, 64, layout=flat)
     token = gl.arange(0, 64, layout=each)
     soon, near = _load(weight, decay, sums, line, slot, at, length - at, i, WINDOW, BEFORE, num_warps)
@@ -185,7 +185,7 @@ def backward(
 
     for c in range(0, count):
         stage = c & 1
-        q, x, y, do, S, s_dS, low_p, low_dp = views(features, pulls, given_once, room, scores, stage, K, V)
+        q, x, y, do, S, s_dS, low_p, low_dp = views(features, values, begins, room, scores, stage, K, V)
         at = (last - c) * STRIDE
         high = gl.minimum(length - at, STRIDE)
         first = begin + at
@@ -205,12 +205,12 @@ def backward(
         mbarrier.wait(feature_bars[0].index(stage), phase)
         mbarrier.wait(feature_bars[1].index(stage), phase)
         p = warpgroup_mma(q, x.permute((1, 0)), no_pairs, use_acc=False, is_async=True)
-        mbarrier.wait(once_bars[0].index(0), c & 1)
-        mbarrier.wait(pull_bars[0].index(stage), phase)
+        mbarrier.wait(value_bars[0].index(stage), phase)
+        mbarrier.wait(value_bars[1].index(stage), phase)
         dp = warpgroup_mma(do, y.permute((1, 0)), no_pairs, use_acc=False, is_async=True)
-        d_y = warpgroup_mma(x, s_dS, no_tile, use_acc=False, is_async=True)
-        mbarrier.wait(once_bars[1].index(0), c & 1)
+        mbarrier.wait(begin_bars[0].index(0), c & 1)
         d_q = warpgroup_mma(do, S.permute((1, 0)), no_tile, use_acc=False, is_async=True)
+        d_y = warpgroup_mma(x, s_dS, no_tile, use_acc=False, is_async=True)
         d_x = warpgroup_mma(y, s_dS.permute((1, 0)), no_tile, use_acc=False, is_async=True)
         # Waits for nothing, but the assembler sees that nobody is at dS: else it waits for all products here.
         dS = warpgroup_mma_wait(5, deps=(dS,))
@@ -219,7 +219,17 @@ def backward(
                 _leave(out_q, d_k, out_v, more_x, more_y, halo_k, halo_v, features, s_dy, last, c - 1, count, length,
                        begin, h, seg, H, K, V, WINDOW, SHIFT, num_warps)  # fmt: skip
         per_warp.store(state_overlap(S, dS, num_warps))
-        p, dp = warpgroup_mma_wait(3, deps=(p, dp))
+        p, dp, d_q = warpgroup_mma_wait(2, deps=(p, dp, d_q))
+        wanted = (c > 0) & more
+        announce((states_desc,), begin_bars, 0, more)
+        announce((q_desc, k_desc), feature_bars, 1 - stage, wanted)
+        if WINDOW == 1:
+            tma.store_wait(0)
+        # Behind this barrier the state has been read, and the gradients of the chunk behind have left their places.
+        gl.thread_barrier()
+        bring((states_desc,), begins, begin_bars, 0, ((after * K, 0),), more)
+        coords = (n, ahead, key_at), (n, ahead - HALO - SHIFT, key_at)
+        bring((q_desc, k_desc), features, feature_bars, 1 - stage, coords, wanted)
         if WINDOW > 1:
             put_diagonals(beside, p * dp, distance_in(pairs), WINDOW, BEFORE, WIDE)
         distance = distance_in(pairs)
@@ -238,24 +248,15 @@ def backward(
         if ENERGY:
             low_x = x.load(tile).to(gl.float32)
             put_sums(added, OF_ENERGY, by_warps(low_x * low_x, WIDE))
-        d_q, d_y = warpgroup_mma_wait(1, deps=(d_q, d_y))
         d_q *= gl.exp2(down(numbers, stage, READ_DECAY, tile))[:, None]
         put_sums(added, OF_READS, by_warps(d_q * q.load(tile).to(gl.float32), WIDE))
+        d_y = warpgroup_mma_wait(1, deps=(d_y,))
         put_sums(added, OF_WRITES, by_warps(d_y * y.load(tile).to(gl.float32), WIDE))
         d_x = warpgroup_mma_wait(0, deps=(d_x,))
         fence_async_shared()
-        wanted = (c > 0) & more
-        announce(once, once_bars, 0, more)
-        announce(twice, feature_bars, 1 - stage, wanted)
-        if WINDOW == 1:
-            tma.store_wait(0)
-        # Behind this barrier the states and values have been read, and the scores and sums are there.
+        # Behind this barrier the scores and sums are there.
         gl.thread_barrier()
-        q, x, y, do, S, s_dS, low_p, low_dp = views(features, pulls, given_once, room, scores, stage, K, V)
-        bring(once, given_once, once_bars, 0, ((n, ahead - HALO, h * V), (after * K, 0)), more)
-        # The gradients of the chunk behind have left these places.
-        coords = (n, ahead, key_at), (n, ahead - HALO - SHIFT, key_at)
-        bring(twice, features, feature_bars, 1 - stage, coords, wanted)
+        q, x, y, do, S, s_dS, low_p, low_dp = views(features, values, begins, room, scores, stage, K, V)
         d_q = warpgroup_mma(low_dp, x, d_q, is_async=True)
         kept = gl.exp2(g_last - down(numbers, stage, DECAY, tile)) * down(numbers, stage, STEP, tile)
         d_y = warpgroup_mma(low_p.permute((1, 0)), do, d_y * kept[:, None], is_async=True)
@@ -286,12 +287,9 @@ def backward(
                 share = window_up_to(share * part, token, WINDOW)
             shares.store(share)
         d_q, d_y, d_x = warpgroup_mma_wait(1, deps=(d_q, d_y, d_x))
-        s_dy.reshape([64, V]).store(d_y.to(dtype))
-        fence_async_shared()
-        # Behind this barrier nobody needs queries and keys but each warp its own, and the gradient of values is there.
+        # Behind this barrier nobody needs scores, and queries and keys but each warp its own.
         gl.thread_barrier()
-        if WINDOW == 1:
-            tma.async_copy_shared_to_global(d_v_desc, [n, at, h * V], s_dy)
+        s_dy.reshape([64, V]).store(d_y.to(dtype))
         s_dq, s_dx = features[0].index(stage + nil()), features[1].index(stage + nil())
         s_dq.reshape([64, K]).store(d_q.to(dtype))
         if SHARES:
@@ -304,16 +302,18 @@ def backward(
         dS = warpgroup_mma_wait(0, deps=(dS,))
         room.index(nil()).store(dS.to(dtype))
         fence_async_shared()
-        announce(often, pull_bars, stage, c + 2 < count)
+        announce((d_o_desc, v_desc), value_bars, stage, c + 2 < count)
         # Behind this barrier the products of all warps are done with the tiles, and all is there that leaves.
         gl.thread_barrier()
-        bring(often, pulls, pull_bars, stage, ((n, ahead - STRIDE, h * V),), c + 2 < count)
+        coords = (n, ahead - STRIDE, h * V), (n, ahead - STRIDE - HALO, h * V)
+        bring((d_o_desc, v_desc), values, value_bars, stage, coords, c + 2 < count)
         put_gates(d_beta, d_lam, d_gain, d_ridge, token, high, first, h + nil(), H)
         if WINDOW > 1:
             if not LATER:
                 _leave(out_q, d_k, out_v, more_x, more_y, halo_k, halo_v, features, s_dy, last, c, count, length,
                        begin, h, seg, H, K, V, WINDOW, SHIFT, num_warps)  # fmt: skip
         else:
+            tma.async_copy_shared_to_global(d_v_desc, [n, at, h * V], s_dy)
             tma.async_copy_shared_to_global(d_q_desc, [n, at, h * K], s_dq)
             if at >= SHIFT:
                 tma.async_copy_shared_to_global(d_k_desc, [n, at - SHIFT, h * K], s_dx)
@@ -330,5 +330,5 @@ def backward(
     if d_state0 is not None:
         gl.store(d_state0 + head_offsets(seg, h, H, K, V, state), dS)
     keep_barriers(feature_bars)
-    keep_barriers(pull_bars)
-    keep_barriers(once_bars)
+    keep_barriers(value_bars)
+    keep_barriers(begin_bars)

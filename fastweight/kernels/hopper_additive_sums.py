@@ -143,13 +143,13 @@ def distance_in(layout: gl.constexpr):
 
 
 @gluon.jit
-def views(features, pulls, once, room, scores, stage, K: gl.constexpr, V: gl.constexpr):
+def views(features, values, begins, room, scores, stage, K: gl.constexpr, V: gl.constexpr):
     """Tiles of q, x, y, dO, S, dS, P and dP, as found from here on: what was found before need not be remembered."""
     q = features[0].index(nil() + stage).reshape([64, K])
     x = features[1].index(nil() + stage).reshape([64, K])
-    y = once[0].index(nil()).reshape([64, V])
-    do = pulls[0].index(nil() + stage).reshape([64, V])
-    return q, x, y, do, once[1].index(nil()), room.index(nil()), scores.index(nil()), scores.index(nil() + 1)
+    do = values[0].index(nil() + stage).reshape([64, V])
+    y = values[1].index(nil() + stage).reshape([64, V])
+    return q, x, y, do, begins[0].index(nil()), room.index(nil()), scores.index(nil()), scores.index(nil() + 1)
 
 
 @gluon.jit
