@@ -14,7 +14,8 @@ which needs no 2^-g: columns_gradient.py follows for it.
 
 One program walks one segment of one head, all columns, with the gradient of the state, transposed, in its accumulators.
 Tiles that have columns are transposed too, so that rows of them are columns (hopper_columns.py); r and m take the
-places of dO and Y in shared memory, and gradients of q, x and y those of q, x and m, once all products are done.
+places of dO and Y in shared memory, and gradients of q and x those of q and x, once all products are done. q and x come
+a chunk ahead.
 
 Traps: as in hopper_additive_backward.py. Ones are float16 for the sums of l; the same bits are 2^-7 in bfloat16. What
 comes out of a chunk that is noted may be NaN.
@@ -23,7 +24,6 @@ comes out of a chunk that is noted may be NaN.
 # pyright: basic, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false, reportReturnType=false
 # pyright: reportOptionalMemberAccess=false, reportAssignmentType=false
-# ruff: noqa: RUF005
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -36,7 +36,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra import libdevice
 
-from fastweight.kernels.hopper_additive_sums import distance_in, put_edges
+from fastweight.kernels.hopper_additive_sums import announce, bring, distance_in, put_edges
 from fastweight.kernels.hopper_columns import (
     NUMBERS,
     REC,
@@ -54,7 +54,6 @@ from fastweight.kernels.hopper_columns import (
 from fastweight.kernels.hopper_parts import LINE, SHARED, nil
 from fastweight.kernels.hopper_walk import fetch, keep_barriers, rings_of, span, whose
 
-STRIPS = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 8, order=[1, 0]))  # an accumulator's rows miss each other's banks
 LEAST_CARRY = gl.constexpr(-8.0)  # log2: what cancels to 1e-7 of what is added may be multiplied by 2^8
 
 
@@ -67,13 +66,13 @@ def _state_offsets(seg, h, H: gl.constexpr, K: gl.constexpr, V: gl.constexpr, la
 
 
 @gluon.jit
-def _views(tiles, key_tile, room, scores, d_scores, K: gl.constexpr, V: gl.constexpr):
+def _views(features, tiles, room, scores, d_scores, stage, K: gl.constexpr, V: gl.constexpr):
     """Tiles of q, x, y, dO, S, E, P and dP, as found from here on: what was found before need not be remembered."""
-    q = tiles[0].index(nil()).reshape([64, K])
-    x = key_tile[0].index(nil()).reshape([64, K])
-    y = tiles[1].index(nil()).reshape([64, V])
-    do = tiles[2].index(nil()).reshape([64, V])
-    return q, x, y, do, tiles[3].index(nil()), room.index(nil()), scores.index(nil()), d_scores.index(nil())
+    q = features[0].index(nil() + stage).reshape([64, K])
+    x = features[1].index(nil() + stage).reshape([64, K])
+    y = tiles[0].index(nil()).reshape([64, V])
+    do = tiles[1].index(nil()).reshape([64, V])
+    return q, x, y, do, tiles[2].index(nil()), room.index(nil()), scores.index(nil()), d_scores.index(nil())
 
 
 @gluon.jit
@@ -124,7 +123,7 @@ def backward(
     q_desc, k_desc, v_desc, d_o_desc, states_desc, d_q_desc, d_k_desc, d_v_desc, d_k, beta, lam, d_beta, d_lam,
     energies, d_state1, d_state0, d_states, wild, length, chunks, tokens, segments, per_segment, eps, floor,
     H: gl.constexpr, KH: gl.constexpr, K: gl.constexpr, V: gl.constexpr, SHIFT: gl.constexpr,
-    SCALED: gl.constexpr, DIRECT: gl.constexpr, num_warps: gl.constexpr, EARLY: gl.constexpr,
+    SCALED: gl.constexpr, DIRECT: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """One segment of one head in reverse: all gradients of its tokens, and if asked dS_0.
 
@@ -148,11 +147,10 @@ def backward(
     slot = (n * chunks + last) * H + h
     key_at = h // (H // KH) * K
 
-    descs = (q_desc, v_desc, d_o_desc, states_desc)
+    features, feature_bars = rings_of((q_desc, k_desc), 2)
+    descs = (v_desc, d_o_desc, states_desc)
     tiles, bars = rings_of(descs, 1)
-    key_tile, key_bar = rings_of((k_desc,), 1)
-    # Gradients of q, x and y, and before them gains and 2^-g; w. Registers have no place for these meanwhile.
-    leaving = gl.allocate_shared_memory(dtype, [2] + d_q_desc.block_shape, d_q_desc.layout)
+    # The gradient of y, and before it 2^-g; w. Registers have no place for these meanwhile.
     s_dy = gl.allocate_shared_memory(dtype, d_v_desc.block_shape, d_v_desc.layout)
     weighed = gl.allocate_shared_memory(dtype, [V, 64], SHARED)
     room = gl.allocate_shared_memory(dtype, [1, V, K], gl.NVMMASharedLayout.get_default_for([V, K], dtype))
@@ -167,8 +165,10 @@ def backward(
     lost = gl.allocate_shared_memory(gl.int32, [num_warps], LINE)
     ones = ones_up_to(pairs)
     at = last * 64
-    fetch(descs, tiles, bars, 0, ((n, at, key_at), (n, at, h * V), (n, at, h * V), (slot * K, 0)), count > 0)
-    fetch((k_desc,), key_tile, key_bar, 0, ((n, at - SHIFT, key_at),), count > 0)
+    fetch((q_desc, k_desc), features, feature_bars, 0, ((n, at, key_at), (n, at - SHIFT, key_at)), count > 0)
+    fetch(descs, tiles, bars, 0, ((n, at, h * V), (n, at, h * V), (slot * K, 0)), count > 0)
+    then = at - 64
+    fetch((q_desc, k_desc), features, feature_bars, 1, ((n, then, key_at), (n, then - SHIFT, key_at)), count > 1)
     fence_async_shared()
     i = gl.arange(0, 64, layout=flat)
     now = load_token(energies, lam, line, begin, at, i, length - at, h, H, SHIFT)
@@ -185,8 +185,9 @@ def backward(
     gl.thread_barrier()
 
     for c in range(0, count):
-        q, x, y, do, S, s_E, low_p, low_dp = _views(tiles, key_tile, room, scores, d_scores, K, V)
-        its = (c & 1) * NUMBERS
+        stage = c & 1
+        q, x, y, do, S, s_E, low_p, low_dp = _views(features, tiles, room, scores, d_scores, stage, K, V)
+        its = stage * NUMBERS
         at = (last - c) * 64
         high = length - at
         log_decay = log_decays(gain, along(numbers, its + RHO, tall), floor)
@@ -195,14 +196,19 @@ def backward(
         inside = gl.sum(passed.to(gl.float32), axis=1)
         is_lost = (gl.min(log_decay, axis=1) < LEAST_CARRY) | (total < TAME)
         lost.store(gl.max(gl.reshape(is_lost.to(gl.int32), [num_warps, V // num_warps]), axis=1))
-        # What comes last, x, is waited for as late as may be.
-        mbarrier.wait(bars[0].index(0), c & 1)
-        mbarrier.wait(key_bar[0].index(0), c & 1)
+        phase = (c >> 1) & 1
+        mbarrier.wait(feature_bars[0].index(stage), phase)
+        mbarrier.wait(feature_bars[1].index(stage), phase)
         p = warpgroup_mma(q, x.permute((1, 0)), no_pairs, use_acc=False, is_async=True)
         g = warpgroup_mma(gl.convert_layout(passed, LEFT), ones.index(nil()), none, use_acc=False, is_async=True)
+        ahead = at - 64
+        wanted = (c > 0) & (c + 1 < count)
+        announce((q_desc, k_desc), feature_bars, 1 - stage, wanted)
         tma.store_wait(0)
+        # Behind this barrier the gradients of the chunk behind have left their places.
         gl.thread_barrier()
-        leaving._reinterpret(gl.float32, [V, 64], STRIPS).store(gain)
+        coords = (n, ahead, key_at), (n, ahead - SHIFT, key_at)
+        bring((q_desc, k_desc), features, feature_bars, 1 - stage, coords, wanted)
         is_lost = gl.max(lost.load(gl.BlockedLayout([num_warps], [32], [num_warps], [0])), axis=0)
         here = slot - c * H + nil()
         gl.store(wild + here, is_lost.to(gl.int8))
@@ -210,15 +216,15 @@ def backward(
             gl.store(d_states + _state_offsets(here, 0, 1, K, V, state), dS.to(dtype))
         leaves = gl.convert_layout(gl.exp2(inside), gl.SliceLayout(1, state))
         s_E.store((dS * leaves[:, None]).to(dtype))
-        mbarrier.wait(bars[3].index(0), c & 1)
+        mbarrier.wait(bars[2].index(0), c & 1)
         through = gl.sum(S.permute((1, 0)).load(state).to(gl.float32) * dS, axis=1) * leaves
         dS *= gl.convert_layout(gl.exp2(total), gl.SliceLayout(1, state))[:, None]
         p, g = warpgroup_mma_wait(0, deps=(p, g))
         distance = distance_in(pairs)
         low_p.store(gl.where(distance >= 0, p, 0.0).to(dtype))
-        mbarrier.wait(bars[2].index(0), c & 1)
-        r = (do.permute((1, 0)).load(tall).to(gl.float32) * gl.exp2(g)).to(dtype)
         mbarrier.wait(bars[1].index(0), c & 1)
+        r = (do.permute((1, 0)).load(tall).to(gl.float32) * gl.exp2(g)).to(dtype)
+        mbarrier.wait(bars[0].index(0), c & 1)
         down = gl.exp2(-g)
         w = (y.permute((1, 0)).load(tall).to(gl.float32) * down).to(dtype)
         do.permute((1, 0)).store(r)
@@ -228,7 +234,7 @@ def backward(
         fence_async_shared()
         # Behind this barrier r, m, E and the scores are there.
         gl.thread_barrier()
-        q, x, y, do, S, s_E, low_p, low_dp = _views(tiles, key_tile, room, scores, d_scores, K, V)
+        q, x, y, do, S, s_E, low_p, low_dp = _views(features, tiles, room, scores, d_scores, stage, K, V)
         d_p = warpgroup_mma(do, y.permute((1, 0)), no_pairs, use_acc=False, is_async=True)
         d_m = warpgroup_mma(s_E, x.permute((1, 0)), none, use_acc=False, is_async=True)
         reading = warpgroup_mma(S.permute((1, 0)), q.permute((1, 0)), none, use_acc=False, is_async=True)
@@ -241,22 +247,16 @@ def backward(
         d_m = warpgroup_mma(do.permute((1, 0)), low_p, d_m, is_async=True)
         dS = warpgroup_mma(do.permute((1, 0)), q, dS, is_async=True)
         fence_async_shared()
+        # Again: there was no place for them.
+        gain = load_gains(beta, begin + at, h + nil(), column, high, H, V, tall)
         reading, d_m = warpgroup_mma_wait(1, deps=(reading, d_m))
-        q, x, y, do, S, s_E, low_p, low_dp = _views(tiles, key_tile, room, scores, d_scores, K, V)
+        q, x, y, do, S, s_E, low_p, low_dp = _views(features, tiles, room, scores, d_scores, stage, K, V)
         terms = do.permute((1, 0)).load(tall).to(gl.float32) * reading
         terms -= y.permute((1, 0)).load(tall).to(gl.float32) * d_m
         d_log, dS = _suffix_sums(terms, ones, none, dS, tall)
         d_log = d_log * 128 + base[:, None]
         # Behind this barrier the gradients of the scores are there, and nobody needs the scores.
         gl.thread_barrier()
-        q, x, y, do, S, s_E, low_p, low_dp = _views(tiles, key_tile, room, scores, d_scores, K, V)
-        if EARLY > 0:
-            d_q = warpgroup_mma(do, S.permute((1, 0)), no_tile, use_acc=False, is_async=True)
-            d_q = warpgroup_mma(low_dp, x, d_q, is_async=True)
-        if EARLY > 1:
-            d_x = warpgroup_mma(y, s_E, no_tile, use_acc=False, is_async=True)
-            d_x = warpgroup_mma(low_dp.permute((1, 0)), q, d_x, is_async=True)
-        gain = leaving._reinterpret(gl.float32, [V, 64], STRIPS).load(tall)
         down = s_dy._reinterpret(dtype, [V, 64], SHARED).load(tall).to(gl.float32)
         alpha = gain * along(numbers, its + RHO, tall)
         d_alpha = gl.where(alpha < 1 - floor, libdevice.fast_dividef(d_log, alpha - 1), 0.0)
@@ -276,13 +276,11 @@ def backward(
         # As far before a fence as may be, which waits for what threads load and store.
         if c + 1 < count:
             gain = load_gains(beta, begin + at - 64, h + nil(), column, high + 64, H, V, tall)
-        q, x, y, do, S, s_E, low_p, low_dp = _views(tiles, key_tile, room, scores, d_scores, K, V)
-        if EARLY < 1:
-            d_q = warpgroup_mma(do, S.permute((1, 0)), no_tile, use_acc=False, is_async=True)
-            d_q = warpgroup_mma(low_dp, x, d_q, is_async=True)
-        if EARLY < 2:
-            d_x = warpgroup_mma(y, s_E, no_tile, use_acc=False, is_async=True)
-            d_x = warpgroup_mma(low_dp.permute((1, 0)), q, d_x, is_async=True)
+        q, x, y, do, S, s_E, low_p, low_dp = _views(features, tiles, room, scores, d_scores, stage, K, V)
+        d_q = warpgroup_mma(do, S.permute((1, 0)), no_tile, use_acc=False, is_async=True)
+        d_q = warpgroup_mma(low_dp, x, d_q, is_async=True)
+        d_x = warpgroup_mma(y, s_E, no_tile, use_acc=False, is_async=True)
+        d_x = warpgroup_mma(low_dp.permute((1, 0)), q, d_x, is_async=True)
         forgot = _added_up(forgotten, num_warps, flat)
         gained = _added_up(gains, num_warps, flat)
         energy, ridge, _pair = now
@@ -300,30 +298,40 @@ def backward(
         d_q, d_x = warpgroup_mma_wait(0, deps=(d_q, d_x))
         # Behind this barrier the products of all warps are done with the tiles.
         gl.thread_barrier()
-        ahead = at - 64
-        coords = (n, ahead, key_at), (n, ahead, h * V), (n, ahead, h * V), ((slot - (c + 1) * H) * K, 0)
+        coords = (n, ahead, h * V), (n, ahead, h * V), ((slot - (c + 1) * H) * K, 0)
         fetch(descs, tiles, bars, 0, coords, c + 1 < count)
         if ENERGY:
             share = shares.load(gl.SliceLayout(1, tile))
             d_x += 2 * share[:, None] * x.load(tile).to(gl.float32)
         keep_token(numbers, ((c + 1) & 1) * NUMBERS, soon, eps, floor, SCALED, DIRECT)
-        leaving.index(0).reshape([64, K]).store(d_q.to(dtype))
-        leaving.index(1).reshape([64, K]).store(d_x.to(dtype))
+        q.store(d_q.to(dtype))
+        x.store(d_x.to(dtype))
         s_dy.reshape([64, V]).permute((1, 0)).store(packed(d_y))
         fence_async_shared()
         # Behind this barrier every warp is done with x, and the gradients are there.
         gl.thread_barrier()
-        fetch((k_desc,), key_tile, key_bar, 0, ((n, ahead - SHIFT, key_at),), c + 1 < count)
         if d_lam is not None:
             gl.store(d_lam + (begin + at) * H + (h + nil()) + i * H, d_ridge, mask=i < high)
-        tma.async_copy_shared_to_global(d_q_desc, [n, at, h * K], leaving.index(0))
+        tma.async_copy_shared_to_global(d_q_desc, [n, at, h * K], features[0].index(stage))
         if at >= SHIFT:
-            tma.async_copy_shared_to_global(d_k_desc, [n, at - SHIFT, h * K], leaving.index(1))
+            tma.async_copy_shared_to_global(d_k_desc, [n, at - SHIFT, h * K], features[1].index(stage))
         tma.async_copy_shared_to_global(d_v_desc, [n, at, h * V], s_dy)
     if SHIFT:
-        put_edges(d_k, leaving.index(1).reshape([64, K]), n, h, start, count, chunks, length, H, K, num_warps)
+        put_edges(
+            d_k,
+            features[1].index((count - 1) & 1).reshape([64, K]),
+            n,
+            h,
+            start,
+            count,
+            chunks,
+            length,
+            H,
+            K,
+            num_warps,
+        )
     tma.store_wait(0)
     if d_state0 is not None:
         gl.store(d_state0 + _state_offsets(seg, h, H, K, V, state), dS)
     keep_barriers(bars)
-    keep_barriers(key_bar)
+    keep_barriers(feature_bars)

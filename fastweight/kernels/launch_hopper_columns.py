@@ -1,6 +1,5 @@
 """Host side of hopper_columns.py and hopper_columns_backward.py: which calls they take, pieces, launches."""
 
-import os
 from typing import Any
 
 import torch
@@ -94,6 +93,6 @@ def backward(
         hopper_columns_backward.backward, (walk.where.sequences * walk.segments * H,),
         *(tiles(tensor, K) for tensor in (given.q, given.k, given.v, d_o)), rows,
         *(tiles(tensor, K) for tensor in (out.q, out.k, out.v)), out.k, given.beta, given.lam, out.beta, out.lam,
-        energies, d_end, d_start, out.states, wild, *_numbers(plan, walk), num_warps=K // 16, EARLY=int(os.environ.get("FW_EARLY", "0")), **_options(plan, given),
+        energies, d_end, d_start, out.states, wild, *_numbers(plan, walk), num_warps=K // 16, **_options(plan, given),
     )  # fmt: skip
     return wild
