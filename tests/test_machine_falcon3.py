@@ -80,11 +80,21 @@ def test_interpreted_walks_equal_the_recurrence(name, walks):
 
 
 @interpreted
-def test_interpreted_walks_in_turns(walks, monkeypatch):
-    """What is made block by block, a block at a time; in bfloat16."""
+def test_interpreted_walks_in_pieces(walks, monkeypatch):
+    """What is made block by block, a block of every sequence at a time, and the walk back with it; in bfloat16."""
     monkeypatch.setattr(launch_hopper_windows, "TURN", 1)
+    check(case("falcon-3", {"window": 8}, shape=(2, 67, 1, 2, 64, 64), state=True), torch.float32, "cpu")
     check(CASES["two blocks, a state"], torch.bfloat16, "cpu")
-    assert walks == [*BEGIN, "backward_state", *TURN, *TURN]
+    assert walks == [*BEGIN, *["backward_state", *TURN] * 3, *BEGIN, *["backward_state", *TURN] * 2]
+
+
+@interpreted
+def test_interpreted_packed_walks_in_turns(walks, monkeypatch):
+    """The same of packed sequences, which are walked whole."""
+    monkeypatch.setattr(launch_hopper_windows, "TURN", 1)
+    test = CASES["packed, eight pairs"]
+    check(test, torch.float32, "cpu")
+    assert walks == [*BEGIN, "backward_state", *TURN * (len(test.cuts) - 1)]
 
 
 @interpreted
@@ -125,4 +135,4 @@ def test_interpreted_walks_need_their_barriers(missing, walks, monkeypatch):
 @pytest.mark.slow
 def test_walks_interpreted():
     said = run_interpreted(__file__, "interpreted", timeout=300)
-    assert f"{len(CASES) + 6} passed" in said, said[-500:]
+    assert f"{len(CASES) + 7} passed" in said, said[-500:]

@@ -67,15 +67,16 @@ def _leave(
                 write_lines(s_state1, d_states, number // PARTS * (D * D) + 64 * D, D, D)
 
 
-@gluon.jit(do_not_specialize=["length", "chunks", "tokens"])
+@gluon.jit(do_not_specialize=["base", "per", "length", "chunks", "tokens"])
 def backward_state(
-    q, k, d_o, decay, maps, plane, d_state1, d_v, lead_in, df, d_states, d_state0,
+    q, k, d_o, decay, maps, plane, d_state1, handed_in, d_v, lead_in, df, d_states, d_state0, handed_out, base, per,
     cu, chunk_start, length, chunks, tokens,
     H: gl.constexpr, KH: gl.constexpr, D: gl.constexpr, WINDOW: gl.constexpr, PART: gl.constexpr, PARTS: gl.constexpr,
     SHIFT: gl.constexpr, BEFORE: gl.constexpr,
 ):  # fmt: skip
-    """One sequence of one head in reverse: dV, dS_0 if asked, dZ (`lead_in`) and dF by slot, the blocks' state
-    gradients."""
+    """Some blocks of one sequence of one head in reverse, `per` from block `base` on: dV, dZ (`lead_in`) and dF by
+    slot, the blocks' state gradients, and dS at the beginning if asked. handed_in, handed_out: dW of the pairs that
+    these blocks share with those behind and before them, if there are any."""
     dtype: gl.constexpr = q.dtype.element_ty
     h = gl.program_id(0) % H
     n, lead, start, stop, begin, size = segment_span(
@@ -84,7 +85,12 @@ def backward_state(
     kh = h // (H // KH)
     state_at = (n.to(gl.int64) * H + h) * (D * D)
     decay += h.to(gl.int64) * tokens + begin
-    parts = (stop - start) * PARTS
+    # Parts low to before `parts`. What is made is numbered by these blocks.
+    low = (start + base) * PARTS
+    parts = gl.minimum(stop, base + per) * PARTS
+    begun = lead
+    if cu is None:
+        begun = n * gl.minimum(per, chunks) - base
     rings = tile_rings(dtype, D, True)
     keys0, keys1, values, s_maps = rings
     tiles = s_maps._reinterpret(dtype, [STAGES * 2, 16, 32], MIDDLE)
@@ -102,10 +108,15 @@ def backward_state(
     S1 = S0
     if D == 128:
         S1 = whole_state(d_state1, state_at, 1, D)
-    handed = gl.zeros([D, 16], dtype, LEFT_ONE)
+    shared = (n.to(gl.int64) * H + h) * (16 * D)
+    shared += gl.arange(0, 16, gl.SliceLayout(0, ONE))[None, :] * D + gl.arange(0, D, gl.SliceLayout(1, ONE))[:, None]
+    if handed_in is None:
+        handed = gl.zeros([D, 16], dtype, LEFT_ONE)
+    else:
+        handed = gl.convert_layout(gl.load(handed_in + shared), LEFT_ONE)
     p = gl.arange(0, 16, gl.SliceLayout(0, LEFT_ONE))
     soon = decays_of(decay, p, parts - 1, size, PART, PARTS, BEFORE)
-    for turn in range(0, parts):
+    for turn in range(0, parts - low):
         part = parts - 1 - turn
         stage = turn % STAGES
         power, before, after = soon
@@ -114,7 +125,7 @@ def backward_state(
         fence_async_shared()
         gl.thread_barrier()
         pulled = values.index(stage).permute((1, 0)).load(LEFT_ONE)
-        _leave(shelves, d_v, lead_in, df, d_states, part + 1, parts, begin, size, lead, h, H, D, WINDOW, PART, PARTS)
+        _leave(shelves, d_v, lead_in, df, d_states, part + 1, parts, begin, size, begun, h, H, D, WINDOW, PART, PARTS)
         copy_part(rings, turn + 2, part - 2, parts, q, k, d_o, maps, plane, lead, begin, size, h, kh,
               H, KH, D, WINDOW, PART, PARTS, SHIFT, True)  # fmt: skip
         soon = decays_of(decay, p, part - 1, size, PART, PARTS, BEFORE)
@@ -160,8 +171,10 @@ def backward_state(
             S0 = warpgroup_mma_wait(0, deps=(S0,))
     async_copy.wait_group(0)
     gl.thread_barrier()
-    _leave(shelves, d_v, lead_in, df, d_states, 0, parts, begin, size, lead, h, H, D, WINDOW, PART, PARTS)
+    _leave(shelves, d_v, lead_in, df, d_states, low, parts, begin, size, begun, h, H, D, WINDOW, PART, PARTS)
     if d_state0 is not None:
         gl.store(d_state0 + state_at + state_offsets(0, D), S0)
         if D == 128:
             gl.store(d_state0 + state_at + state_offsets(1, D), S1)
+    if handed_out is not None:
+        gl.store(handed_out + shared, gl.convert_layout(handed, ONE))

@@ -89,10 +89,10 @@ def _at(decay, t, later):
     return gl.load(decay + t, mask=(t >= 0) | later, other=0.0)
 
 
-@gluon.jit(do_not_specialize=["base", "length", "chunks", "tokens"])
+@gluon.jit(do_not_specialize=["base", "per", "length", "chunks", "tokens"])
 def inside(
     v, d_o, missed, lead, gram, reads, weight, decay, rows, rows_back, own_gram, own_reads, own_log, own_weight,
-    base, cu, chunk_seq, chunk_start, length, chunks, tokens,
+    base, per, cu, chunk_seq, chunk_start, length, chunks, tokens,
     H: gl.constexpr, D: gl.constexpr, WINDOW: gl.constexpr, PART: gl.constexpr, SHIFT: gl.constexpr,
     BEFORE: gl.constexpr,
 ):  # fmt: skip
@@ -101,8 +101,9 @@ def inside(
     WIDE: gl.constexpr = COPY_64 if D == 64 else COPY_128
     part = gl.program_id(0) % FOLDS
     h = gl.program_id(0) // FOLDS % H
-    here = gl.program_id(0) // FOLDS // H
-    n, first, low, high = chunk_span(here + base, cu, chunk_seq, chunk_start, length, chunks, FOLDS * PART)
+    here = gl.program_id(0) // FOLDS // H + gl.program_id(2) * per
+    block = here + base + gl.program_id(2) * (chunks - per)
+    n, first, low, high = chunk_span(block, cu, chunk_seq, chunk_start, length, chunks, FOLDS * PART)
     start = part * PART
     left = gl.minimum(high - start, PART)
     if n < 0:
@@ -110,6 +111,7 @@ def inside(
     if left <= 0:
         return
     number = here.to(gl.int64) * H + h
+    kept = (block.to(gl.int64) * H + h) * FOLDS + part
     dtype: gl.constexpr = rows.dtype.element_ty
     s_pulls = gl.allocate_shared_memory(dtype, [32, D], SHARED)
     s_w = gl.allocate_shared_memory(dtype, [16, D], SHARED)
@@ -131,7 +133,7 @@ def inside(
     shelf = (number * FOLDS + part) * (16 * D)
     copy_rows(s_pulls.slice(0, 16), d_o, first + start, r, h, 0, r < left, H, D, WIDE)
     copy_lines(s_pulls.slice(16, 16), lead + shelf, r, r >= 0, D, WIDE)
-    copy_lines(s_w, missed + shelf, r, r >= 0, D, WIDE)
+    copy_lines(s_w, missed + kept * (16 * D), r, r >= 0, D, WIDE)
     i = r - (WINDOW - 1)
     keep = (i + start >= low + SHIFT) & (i < high - start)
     copy_rows(s_y, v, first + start, i, h, 0, keep, H, D, WIDE)
@@ -163,8 +165,8 @@ def inside(
     # Rows of no token have any numbers, which nothing counts.
     held = gl.minimum(place, 15)[:, None]
     near = gl.arange(0, 16, gl.SliceLayout(0, ONE))[None, :]
-    meets = gl.load(gram + corner + (held * 16 + near))
-    sees = gl.load(reads + corner + (near * 16 + held))
+    meets = gl.load(gram + kept * 256 + (held * 16 + near))
+    sees = gl.load(reads + kept * 256 + (near * 16 + held))
     meets = gl.convert_layout(meets.to(dtype), LEFT_ONE)
     gl.thread_barrier()  # or the assembler would ask for these once the copies are there
     arrive()

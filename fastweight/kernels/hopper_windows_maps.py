@@ -5,6 +5,9 @@ has not left the window yet has no coefficient to fade or to multiply, which is 
 
 In Gluon because plain Triton takes half a minute to arrange so many loads and stores, which have one arrangement here.
 
+Programs (part, head, sequence) take `per` blocks of every sequence, from block `base` of each on, and what is made is
+numbered by these; what pairs have in common by all blocks. Where there is one "sequence", these are all blocks.
+
 Traps: as there.
 """
 
@@ -49,21 +52,25 @@ def _meets(inner, window, a, WINDOW: gl.constexpr):
     return met
 
 
-@gluon.jit(do_not_specialize=["base", "length", "chunks", "tokens"])
+@gluon.jit(do_not_specialize=["base", "per", "length", "chunks", "tokens"])
 def forth(
-    gram, reads, weight, facts, read_part, write_part, rows, base, cu, chunk_seq, chunk_start, length, chunks, tokens,
+    gram, reads, weight, facts, read_part, write_part, rows,
+    base, per, cu, chunk_seq, chunk_start, length, chunks, tokens,
     H: gl.constexpr, WINDOW: gl.constexpr, TOKENS: gl.constexpr, PAIRS: gl.constexpr, PART: gl.constexpr,
     ROWS: gl.constexpr, BEFORE: gl.constexpr,
 ):  # fmt: skip
     """A and D [16, 32] of one part of a block of one head, where given, and where given B [ROWS, 32]."""
     h = gl.program_id(1)
+    base += gl.program_id(2) * (chunks - per)
+    pid = gl.program_id(0) + gl.program_id(2) * (per * (TOKENS // PART))
     n, _first, _low, high, number, _corner, line, shelf = part_place(
-        gl.program_id(0), h, base, cu, chunk_seq, chunk_start, length, chunks, tokens, H, WINDOW, TOKENS, PAIRS, PART
+        pid, h, base, cu, chunk_seq, chunk_start, length, chunks, tokens, H, WINDOW, TOKENS, PAIRS, PART
     )
     if n < 0:
         return
-    matrix = gram + number * (PAIRS * PAIRS)
-    seen = reads + number * (PAIRS * PAIRS)
+    corner = (number + base.to(gl.int64) * (H * TOKENS // PART)) * (PAIRS * PAIRS)
+    matrix = gram + corner
+    seen = reads + corner
     c = gl.arange(0, 32, COLUMNS)
     pair = c % HELD
     zero = gl.zeros([32], gl.float32, COLUMNS)
@@ -130,23 +137,26 @@ def forth(
                 gl.store(read_part + at + p * SIDES, zero.to(read_part.dtype.element_ty))
 
 
-@gluon.jit(do_not_specialize=["base", "length", "chunks", "tokens"])
+@gluon.jit(do_not_specialize=["base", "per", "length", "chunks", "tokens"])
 def back(
-    gram, reads, weight, decay, facts, rows, base, cu, chunk_seq, chunk_start, length, chunks, tokens,
+    gram, reads, weight, decay, facts, rows, base, per, cu, chunk_seq, chunk_start, length, chunks, tokens,
     H: gl.constexpr, WINDOW: gl.constexpr, TOKENS: gl.constexpr, PAIRS: gl.constexpr, PART: gl.constexpr,
     ROWS: gl.constexpr, BEFORE: gl.constexpr,
 ):  # fmt: skip
     """H [ROWS, 32] of one part of a block of one head: what `forth` does, in reverse."""
     h = gl.program_id(1)
+    base += gl.program_id(2) * (chunks - per)
+    pid = gl.program_id(0) + gl.program_id(2) * (per * (TOKENS // PART))
     n, _first, _low, high, number, _corner, line, shelf = part_place(
-        gl.program_id(0), h, base, cu, chunk_seq, chunk_start, length, chunks, tokens, H, WINDOW, TOKENS, PAIRS, PART
+        pid, h, base, cu, chunk_seq, chunk_start, length, chunks, tokens, H, WINDOW, TOKENS, PAIRS, PART
     )
     if n < 0:
         return
     if high <= 0:  # of an earlier block's sequence, or of none: nothing reads these rows
         return
-    matrix = gram + number * (PAIRS * PAIRS)
-    seen = reads + number * (PAIRS * PAIRS)
+    corner = (number + base.to(gl.int64) * (H * TOKENS // PART)) * (PAIRS * PAIRS)
+    matrix = gram + corner
+    seen = reads + corner
     c = gl.arange(0, 32, COLUMNS)
     zero = gl.zeros([32], gl.float32, COLUMNS)
     # Only differences within the part matter; its first token's row before may lie in another block.

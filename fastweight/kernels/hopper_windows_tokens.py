@@ -15,8 +15,8 @@ tables [64, 4], a row's with the four parts, are all that is made of them.
 
 Traps: how copies, products and barriers go together, and why addresses are made anew, as in hopper_parts.py. At width
 128 two programs fill a multiprocessor's shared memory: the state follows its gradient in its place, what is made
-between parts and what is staged that of tiles that are done with. Products wait for each other where registers do not suffice:
-dO S^T is made twice rather than held.
+between parts and what is staged that of tiles that are done with. Products wait for each other where registers do not
+suffice: dO S^T is made twice rather than held.
 """
 
 # pyright: basic, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
@@ -125,10 +125,10 @@ def _store_rows(pointer, view, first, i, h, keep, H: gl.constexpr, D: gl.constex
     gl.store(at, view.load(layout), mask=keep[:, None])
 
 
-@gluon.jit(do_not_specialize=["base", "length", "chunks", "tokens"])
+@gluon.jit(do_not_specialize=["base", "per", "length", "chunks", "tokens"])
 def gradients(
     q, k, d_o, beta, lam, decay, facts, states, d_states, wrote, df, own_gram, own_reads, own_log, own_weight,
-    d_q, d_k, shared, d_beta, d_lam, base, cu, chunk_seq, chunk_start, length, chunks, tokens, eps, floor,
+    d_q, d_k, shared, d_beta, d_lam, base, per, cu, chunk_seq, chunk_start, length, chunks, tokens, eps, floor,
     H: gl.constexpr, KH: gl.constexpr, D: gl.constexpr, WINDOW: gl.constexpr, PART: gl.constexpr,
     SHIFT: gl.constexpr, BEFORE: gl.constexpr, SCALED: gl.constexpr, DIRECT: gl.constexpr,
 ):  # fmt: skip
@@ -139,15 +139,14 @@ def gradients(
     PART_ROWS: gl.constexpr = COPY_64 if D == 64 else COPY_128
     ROW: gl.constexpr = gl.SliceLayout(1, ACC if D == 64 else BROAD)
     h = gl.program_id(0) % H
-    here = gl.program_id(0) // H
-    block = here + base
+    here = gl.program_id(0) // H + gl.program_id(2) * per
+    block = here + base + gl.program_id(2) * (chunks - per)
     n, first, low, high = chunk_span(block, cu, chunk_seq, chunk_start, length, chunks, TOKENS)
     if n < 0:
         return
     kh = h // (H // KH)
     number = here.to(gl.int64) * H + h
-    kept = (block.to(gl.int64) * H + h) * (D * D)
-    shelf = number * (64 * D)
+    kept = block.to(gl.int64) * H + h
     dtype: gl.constexpr = q.dtype.element_ty
     s_x = gl.allocate_shared_memory(dtype, [64, D], SHARED)
     s_q = gl.allocate_shared_memory(dtype, [64, D], SHARED)
@@ -164,10 +163,10 @@ def gradients(
     s_reads = s_made.index(1)
 
     r = gl.arange(0, D, gl.SliceLayout(1, WIDE)) + nil()
-    copy_lines(s_states, d_states + kept, r, r >= 0, D, WIDE)
+    copy_lines(s_states, d_states + number * (D * D), r, r >= 0, D, WIDE)
     r = rows(WIDE)
-    copy_lines(s_z, wrote + shelf, r, r >= 0, D, WIDE)
-    copy_lines(s_f, df + shelf, r, r >= 0, D, WIDE)
+    copy_lines(s_z, wrote + kept * (64 * D), r, r >= 0, D, WIDE)
+    copy_lines(s_f, df + number * (64 * D), r, r >= 0, D, WIDE)
     u = gl.arange(0, 16, gl.SliceLayout(1, PART_ROWS)) + nil()
     for part in gl.static_range(FOLDS):
         at = first + part * PART
@@ -185,10 +184,10 @@ def gradients(
     g_end = gl.load(line + gl.minimum(part * PART + PART, high) - 1)
     g_whole = gl.load(line + gl.minimum(TOKENS, high) - 1)
     # The state is on its way from here on.
-    state0 = _lines(states + kept, D)
+    state0 = _lines(states + kept * (D * D), D)
     state1 = state0
     if D == 128:
-        state1 = _lines(states + kept + 64 * D, D)
+        state1 = _lines(states + kept * (D * D) + 64 * D, D)
     gl.thread_barrier()  # or the assembler would ask for it once the copies are there
     arrive()
 

@@ -1,10 +1,12 @@
 """Host side of hopper_windows.py: which calls it takes, what is kept for their backward pass, launches.
 
 Kept are the maps of parts (2 KB each in bfloat16, for 8 to 15 tokens), what their keys and queries have in common (as
-much, in float32) and, by slot, W and Z (windows_parts.py); no maps of blocks are ever made. What is made of parts on
-the way back is made for some blocks at a time.
+much, in float32) and, by slot, W and Z (windows_parts.py); no maps of blocks are ever made. The walk back
+goes on in pieces of the sequences, each followed by what finds gradients of tokens from it, so that what is made on the
+way takes the room of a piece.
 """
 
+import os
 from typing import Any, NamedTuple
 
 import torch
@@ -29,9 +31,9 @@ from fastweight.kernels.start import start
 DTYPES = (torch.bfloat16,)  # float16 has no range for maps, and float32 no matrix units
 UNIT = HELD * SIDES  # numbers of one map of a part
 PARTS = 4  # of a block, which so has 64 slots
-import os
-KEEP = os.environ.get('FW3_KEEP') == '1'
-TURN = int(os.environ.get('FW3_TURN', 10000))  # blocks of heads at a time, about: each takes 36 KB while its gradients are found
+ALL = 2**30  # blocks, more than there are
+# Blocks of heads at a time, about: each takes 100 KB while its gradients are found.
+TURN = int(os.environ.get("FW3_TURN", 5000))
 
 
 def fits(k: Tensor, v: Tensor, key0: Tensor | None, mask: Tensor | None, rebuild: bool) -> bool:
@@ -49,20 +51,16 @@ class Kept(NamedTuple):
     maps: Tensor
     slots: Tensor | None
     met: Tensor
-    rows: Tensor | None
 
     @classmethod
     def of(cls, flat: Tensor, v: Tensor, blocks: int, block: Block) -> "Kept":
         """The parts of what `empty` made."""
         H, V = v.shape[2:]
         maps, slots, met = flat.split(_sizes(v, blocks, block, flat.numel()))
-        rows = slots[2 * blocks * H * block.parts * HELD * V:].view(-1, H, block.parts, ROWS, SIDES) if KEEP and len(slots) else None
-        slots = slots[:2 * blocks * H * block.parts * HELD * V]
         return cls(
             maps.view(2, blocks, H, block.parts, HELD, SIDES),
             slots.view(2, blocks, H, block.parts * HELD, V) if len(slots) else None,
             met.view(torch.float32).view(2, blocks, H, block.parts, HELD, HELD),
-            rows,
         )
 
 
@@ -70,7 +68,6 @@ def _sizes(v: Tensor, blocks: int, block: Block, whole: int | None = None) -> tu
     """Numbers of v's dtype that `Kept` takes, one part after another; whole: the sum, if known."""
     parts = 2 * blocks * v.shape[2] * block.parts
     maps, slots, met = parts * UNIT, parts * HELD * v.shape[3], parts * HELD * HELD * 4 // v.element_size()
-    slots += parts // 2 * ROWS * SIDES if KEEP else 0
     return maps, slots if whole is None else whole - maps - met, met
 
 
@@ -114,7 +111,7 @@ def forward(
         _measure(plan, given, where, block, kept.met, weight, decay, facts)
         start(
             hopper_windows_maps.forth, (where.slots * PARTS, H),
-            *kept.met, weight, facts, kept.maps[1], kept.maps[0], kept.rows, 0, *tables(where),
+            *kept.met, weight, facts, kept.maps[1], kept.maps[0], None, 0, ALL, *tables(where),
             **_of_parts(plan, given, block),
         )  # fmt: skip
     slots = (None, None) if kept.slots is None else (kept.slots[0], kept.slots[1])
@@ -165,25 +162,56 @@ def backward(
 
     (_B, _T, H, D) = given.v.shape
     kept = Kept.of(flat, given.v, where.slots, block)
-    assert kept.slots is not None, "a backward pass of what was not saved"
-    pulled = torch.empty_like(kept.slots)
-    _walk(
-        hopper_windows_backward.backward_state, plan, given, where, block, d_o, known[1], *_plane(kept),
-        None if d_state1 is None else d_state1.contiguous(), out.v, pulled[0], pulled[1], out.states, out.state0,
-    )  # fmt: skip
-    turns = turns_of(where, H, TURN)
-    room = Scratch.of(given.v, max((turn.blocks for turn in turns), default=0), block)
+    pieces = pieces_of(where, H)
+    most = max(piece.blocks for piece in pieces)
+    lead, df = given.v.new_empty(2, most, H, block.parts * HELD, D)
+    carry, handed, shared = out.state0, None, shared_room(where, given, D)
+    if len(pieces) > 1:
+        handed = given.v.new_empty(where.sequences, H, HELD, D)
+        if carry is None:
+            carry = torch.empty(where.sequences, H, D, D, dtype=torch.float32, device=d_o.device)
+    d_state = None if d_state1 is None else d_state1.contiguous()
+    room = Scratch.of(given.v, max((turn.blocks for piece in pieces for turn in piece.turns), default=0), block)
     own = torch.empty_like(known[0]), torch.empty_like(known[0])
-    shared = shared_room(where, given, D)
-    for turn in turns:
-        chosen = slice(turn.first, turn.first + turn.blocks)
-        slots = [tensor[chosen] for tensor in (*kept.slots, *pulled)]
-        met = kept.met[0][chosen], kept.met[1][chosen]
-        if KEEP:
-            room = room._replace(rows=(kept.rows[chosen], room.rows[1]))
-        _tokens(plan, given, where, block, turn, known, met, d_o, states, slots, room, own, shared, out)
-    if turns:
+    for piece in pieces:
+        is_first, is_last = piece is pieces[0], piece is pieces[-1]
+        _walk(
+            hopper_windows_backward.backward_state, plan, given, where, block, d_o, known[1], *_plane(kept),
+            d_state, None if is_first else handed, out.v, lead, df, out.states, out.state0 if is_last else carry,
+            None if is_last else handed, piece.first, piece.per,
+        )  # fmt: skip
+        d_state = carry
+        for turn in piece.turns:
+            made = slice(turn.first, turn.first + turn.blocks)
+            pulled = lead[made], df[made], out.states[made]
+            place = piece.first + turn.first, piece.per, *tables(where)
+            grid = (turn.blocks, 1) if piece.per == ALL else (piece.per, where.sequences)
+            _tokens(plan, given, block, grid, place, known, kept, pulled, d_o, states, room, own, shared, out)
+    if where.slots and H:
         add_shared(plan, given, where, block, shared, out)
+
+
+class Piece(NamedTuple):
+    """Blocks `first` to before first + per of every sequence, so many in all; and these in turns.
+
+    Either is there one piece, or one turn a piece.
+    """
+
+    first: int
+    per: int
+    blocks: int
+    turns: list[Turn]
+
+
+def pieces_of(where: Geometry, heads: int) -> list[Piece]:
+    """From a batch's last tokens to its first ones; packed sequences, which have different lengths, are one piece."""
+    if where.cu is not None or not where.slots or not heads or where.sequences > 65535:
+        return [Piece(0, ALL, where.slots, turns_of(where, heads, TURN))]
+    number = max(1, min(where.chunks, round(where.slots * heads / TURN)))
+    per = -(-where.chunks // number)
+    counts = {first: min(per, where.chunks - first) for first in range(0, where.chunks, per)}
+    blocks = {first: where.sequences * count for first, count in counts.items()}
+    return [Piece(first, counts[first], blocks[first], [Turn(0, blocks[first])]) for first in reversed(counts)]
 
 
 class Scratch(NamedTuple):
@@ -201,38 +229,38 @@ class Scratch(NamedTuple):
 
 
 def _tokens(
-    plan: Plan, given: Inputs, where: Geometry, block: Block, turn: Turn, known: tuple[Tensor, ...],
-    met: tuple[Tensor, Tensor], d_o: Tensor, states: Tensor, slots: list[Tensor], room: Scratch,
-    own: tuple[Tensor, Tensor], shared: Tensor, out: Gradients,
+    plan: Plan, given: Inputs, block: Block, blocks: tuple[int, int], place: tuple, known: tuple[Tensor, ...],
+    kept: Kept, pulled: tuple[Tensor, ...], d_o: Tensor, states: Tensor, room: Scratch, own: tuple[Tensor, Tensor],
+    shared: Tensor, out: Gradients,
 ) -> None:  # fmt: skip
-    """Fills the gradients of queries, keys and gates of a turn's blocks, and the shares of other blocks' keys.
+    """Fills the gradients of queries, keys and gates of some blocks, and the shares of other blocks' keys.
 
-    slots: W, Z, dZ and dF; own: room for what log-decays and weights get within their part.
+    blocks: so many of so many sequences; pulled: their dZ, dF and gradients of states; own: room for what log-decays
+    and weights get within their part.
     """
     from fastweight.kernels import hopper_windows_inside, hopper_windows_maps, hopper_windows_tokens
 
     H, D = given.v.shape[2:]
     weight, decay, facts = known
-    missed, wrote, lead, df = slots
-    place = turn.first, *tables(where)
-    parts = (turn.blocks * PARTS, H), _of_parts(plan, given, block)
-    if not KEEP:
-        start(
-            hopper_windows_maps.forth, parts[0], *met, weight, facts, None, None, room.rows[0], *place, **parts[1],
-        )  # fmt: skip
-    start(hopper_windows_maps.back, parts[0], *met, weight, decay, facts, room.rows[1], *place, **parts[1])
+    assert kept.slots is not None, "a backward pass of what was not saved"
+    lead, df, d_states = pulled
+    (missed, wrote), met = kept.slots, kept.met
+    number, sequences = blocks
+    grid, named = (number * PARTS, H, sequences), _of_parts(plan, given, block)
+    start(hopper_windows_maps.forth, grid, *met, weight, facts, None, None, room.rows[0], *place, **named)
+    start(hopper_windows_maps.back, grid, *met, weight, decay, facts, room.rows[1], *place, **named)
     flags = {
         "H": H, "D": D, "WINDOW": block.window, "PART": block.part, "SHIFT": int(plan.shift), "BEFORE": plan.before,
         "num_warps": 4,
     }  # fmt: skip
     start(
-        hopper_windows_inside.inside, (turn.blocks * H * PARTS,),
+        hopper_windows_inside.inside, (number * H * PARTS, 1, sequences),
         given.v, d_o, missed, lead, *met, weight, decay, *room.rows, room.d_gram, room.d_reads, *own, *place,
         maxnreg=int(os.environ.get('FW3_INSIDE', 128)), **flags,
     )  # fmt: skip
     start(
-        hopper_windows_tokens.gradients, (turn.blocks * H,),
-        given.q, given.k, d_o, given.beta, given.lam, decay, facts, states, out.states, wrote, df, room.d_gram,
+        hopper_windows_tokens.gradients, (number * H, 1, sequences),
+        given.q, given.k, d_o, given.beta, given.lam, decay, facts, states, d_states, wrote, df, room.d_gram,
         room.d_reads, *own, out.q, out.k, shared, out.beta, out.lam, *place, float(plan.eps), float(plan.floor),
         KH=given.q.shape[2], SCALED=plan.scaled, DIRECT=plan.direct, maxnreg=168 if D == 64 else None, **flags,
     )  # fmt: skip
