@@ -355,10 +355,6 @@ def backward_state(
         qt = rings[0].index(s).reshape([64, K])
         do = rings[1].index(s).reshape([64, 64])
         at = (last - c) * STRIDE
-        later = soon
-        if c + 2 < count:
-            then = at - 2 * STRIDE
-            later = _load_read(decay, line, then, length - then, r, WINDOW, BEFORE)
         # Behind this barrier every warp is done with the chunk before.
         tma.store_wait(0)
         gl.thread_barrier()
@@ -366,6 +362,10 @@ def backward_state(
         ahead = at - (STAGES - 1) * STRIDE
         coords = (n, ahead, key_at), (n, ahead, value_at)
         fetch(descs, rings, bars, (c + STAGES - 1) % STAGES, coords, c + STAGES - 1 < count)
+        later = soon
+        if c + 2 < count:
+            then = at - 2 * STRIDE
+            later = _load_read(decay, line, then, length - then, r, WINDOW, BEFORE)
         if d_states_desc is not None:
             leaving.permute((1, 0)).store(dS.to(dtype))
             fence_async_shared()

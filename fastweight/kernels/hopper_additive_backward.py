@@ -95,6 +95,22 @@ def _load(weight, decay, sums, line, slot, at, left, i,
 
 
 @gluon.jit
+def _ask(asked, coords, stage, more, wanted, LEFT: gl.constexpr):
+    """Has the next state brought, once this one has been read, and queries and keys where gradients have left from.
+
+    LEFT: by copies that one thread started.
+    """
+    states_desc, q_desc, k_desc, begins, begin_bars, features, feature_bars = asked
+    announce((states_desc,), begin_bars, 0, more)
+    announce((q_desc, k_desc), feature_bars, 1 - stage, wanted)
+    if LEFT:
+        tma.store_wait(0)
+    gl.thread_barrier()
+    bring((states_desc,), begins, begin_bars, 0, coords[0], more)
+    bring((q_desc, k_desc), features, feature_bars, 1 - stage, coords[1], wanted)
+
+
+@gluon.jit
 def _leave(
     out_q, d_k, out_v, more_x, more_y, halo_k, halo_v, features, s_dy, last, c, count, length, begin, h, seg,
     H: gl.constexpr, K: gl.constexpr, V: gl.constexpr, WINDOW: gl.constexpr, SHIFT: gl.constexpr,
@@ -180,6 +196,7 @@ def backward(
     room.index(0).store(dS.to(dtype))
     fence_async_shared()
     gl.thread_barrier()
+    asked = states_desc, q_desc, k_desc, begins, begin_bars, features, feature_bars
     no_pairs = gl.zeros([64, 64], gl.float32, pairs)
     no_tile = gl.zeros([64, K], gl.float32, tile)
 
@@ -221,16 +238,12 @@ def backward(
         per_warp.store(state_overlap(S, dS, num_warps))
         p, dp, d_q = warpgroup_mma_wait(2, deps=(p, dp, d_q))
         wanted = (c > 0) & more
-        announce((states_desc,), begin_bars, 0, more)
-        announce((q_desc, k_desc), feature_bars, 1 - stage, wanted)
+        coords = ((after * K, 0),), ((n, ahead, key_at), (n, ahead - HALO - SHIFT, key_at))
         if WINDOW == 1:
-            tma.store_wait(0)
-        # Behind this barrier the state has been read, and the gradients of the chunk behind have left their places.
-        gl.thread_barrier()
-        bring((states_desc,), begins, begin_bars, 0, ((after * K, 0),), more)
-        coords = (n, ahead, key_at), (n, ahead - HALO - SHIFT, key_at)
-        bring((q_desc, k_desc), features, feature_bars, 1 - stage, coords, wanted)
-        if WINDOW > 1:
+            _ask(asked, coords, stage, more, wanted, True)
+        else:
+            # Only now, as a fence comes with it, which waits for what threads have stored.
+            gl.thread_barrier()
             put_diagonals(beside, p * dp, distance_in(pairs), WINDOW, BEFORE, WIDE)
         distance = distance_in(pairs)
         reads = distance > 0 if BEFORE else distance >= 0
@@ -245,6 +258,8 @@ def backward(
         felt = p * dp * felt
         put_sums(added, OF_STEPS, by_warps(felt, 4))
         put_sums(added, OF_ROWS, by_warps(felt * across(numbers, stage, STEP, pairs)[None, :], WIDE))
+        if WINDOW > 1:
+            _ask(asked, coords, stage, more, wanted, False)
         if ENERGY:
             low_x = x.load(tile).to(gl.float32)
             put_sums(added, OF_ENERGY, by_warps(low_x * low_x, WIDE))
