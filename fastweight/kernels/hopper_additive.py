@@ -239,8 +239,7 @@ def forward(
             qt = rings[1].index(s).reshape([64, K])
             mbarrier.wait(bars[1].index(s), phase)
             p = warpgroup_mma(qt, x.permute((1, 0)), none, use_acc=False, is_async=True)
-            if WINDOW == 1:
-                low_S, read = _read(S, qt, none)
+            low_S, read = _read(S, qt, none)
         carry, w, g = _keep_steps(
             rates, lately, c, energies, soon, at, eps, floor, WINDOW, SHIFT, RAW, SCALED, DIRECT, BEFORE
         )
@@ -261,15 +260,13 @@ def forward(
         soon = _load_gates(beta, lam, begin, then, length - then, h + nil(), H, WINDOW, SHIFT)
         mbarrier.wait(bars[0].index(s), phase)
         if READS:
+            low_y, S = _write(S * carry, x, y, rates, c & 1)
+            p = warpgroup_mma_wait(2, deps=[p])
             if WINDOW == 1:
-                low_y, S = _write(S * carry, x, y, rates, c & 1)
-                p = warpgroup_mma_wait(2, deps=[p])
-                scores.store(weigh(p, rates, c & 1, BEFORE, ACC).to(dtype))
-            else:  # the weights leave no registers for the rest
-                p = warpgroup_mma_wait(0, deps=[p])
-                scores.store(_weigh(p, rates, lately, c & 1, WINDOW, BEFORE, ACC).to(dtype))
-                low_S, read = _read(S, qt, none)
-                low_y, S = _write(S * carry, x, y, rates, c & 1)
+                p = weigh(p, rates, c & 1, BEFORE, ACC)
+            else:
+                p = _weigh(p, rates, lately, c & 1, WINDOW, BEFORE, ACC)
+            scores.store(p.to(dtype))
             fence_async_shared()
             read = warpgroup_mma_wait(1, deps=[read])
             gl.thread_barrier()
