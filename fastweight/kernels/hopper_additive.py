@@ -10,7 +10,8 @@ The walk makes the steps itself, what gates.py and `fold` do for other calls: ea
 from energies of keys that were summed up while products of the chunk before went on.
 
 Traps: rows of queries and outputs are a chunk's own STRIDE steps from row 0 on, and what they hold past those is the
-next chunk's; rows of keys and values begin with the WINDOW - 1 pairs before them.
+next chunk's; rows of keys and values begin with the WINDOW - 1 pairs before them. A fence for copies and products makes
+every thread wait for all that it loads from memory or stores there, and Triton puts one before copies, too.
 """
 
 # pyright: basic, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
