@@ -15,10 +15,10 @@ from tests.machine_code import disassemble, lost_descriptors, products
 
 MOST_SPILLS = {
     (128, "hopper_scaled_columns.forward"): 4,
-    (128, "hopper_scaled_columns_backward.backward_state"): 24,
-    (128, "hopper_scaled_columns_gradient.backward_token"): 80,
+    (128, "hopper_scaled_columns_backward.backward_state"): 16,
+    (128, "hopper_scaled_columns_gradient.backward_token"): 100,
     (64, "hopper_scaled_columns.forward"): 4,
-    (64, "hopper_scaled_columns_gradient.backward_token"): 32,
+    (64, "hopper_scaled_columns_gradient.backward_token"): 40,
 }
 
 

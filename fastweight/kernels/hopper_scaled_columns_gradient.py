@@ -194,7 +194,6 @@ def backward_token(
     if n < 0:
         return
     at_chunk = chunk.to(gl.int64) * H + h
-    is_wild = gl.load(wild + at_chunk) != 0
     kh = h // (H // KH)
     dtype: gl.constexpr = q.dtype.element_ty
     landed = new_barrier()
@@ -211,15 +210,6 @@ def backward_token(
     else:
         s_terms = gl.allocate_shared_memory(gl.bfloat16, [4, 64, 64], SHARED)
 
-    i = rows(ACC)
-    source, live = source_rows(previous, first, i, low, high, SHIFT)
-    pair = has_pair(unmasked, has_key, first, i, source, live, low, n)
-    ridge = load_head(lam, first, i, h, H, pair, 0.0)
-    energy = gl.load(energies + kh.to(gl.int64) * tokens + first + i, mask=live, other=0.0)
-    base = (first * H + h) * D
-    at = base + i[:, None] * (H * D) + gl.arange(0, 64, along)[None, :]
-    gain = gl.load(beta + at, mask=pair[:, None], other=0.0).to(gl.float32)
-    carried = gl.load(kept + at_chunk * D + gl.arange(0, D, FLAT))
     j = rows(TILE)
     origin, there = source_rows(previous, first, j, low, high, SHIFT)
     keyed = there & (origin >= low)
@@ -238,8 +228,16 @@ def backward_token(
     gl.thread_barrier()
     row = (chunk * H + h) * D
     _copy_states(s_states, states, d_states, row, 0, landed)
-
-    s_kept._reinterpret(gl.float32, [D], LINE).store(carried)
+    i = rows(ACC)
+    source, live = source_rows(previous, first, i, low, high, SHIFT)
+    pair = has_pair(unmasked, has_key, first, i, source, live, low, n)
+    base = (first * H + h) * D
+    at = base + i[:, None] * (H * D) + gl.arange(0, 64, along)[None, :]
+    gain = gl.load(beta + at, mask=pair[:, None], other=0.0).to(gl.float32)
+    ridge = load_head(lam, first, i, h, H, pair, 0.0)
+    energy = gl.load(energies + kh.to(gl.int64) * tokens + first + i, mask=live, other=0.0)
+    carried = gl.load(kept + at_chunk * D + gl.arange(0, D, FLAT))
+    is_wild = gl.load(wild + at_chunk) != 0
     step, shrinks, _d, _a, _c, _o, _w = step_sizes(
         energy, gl.where(pair, 1.0, 0.0), ridge, pair, eps, floor, SCALED, DIRECT
     )
@@ -259,6 +257,8 @@ def backward_token(
             at = base + 64 + (rows(ACC)[:, None] * (H * D) + gl.arange(0, 64, along)[None, :])
             gain = gl.load(beta + at, mask=pair[:, None] & (part == 0), other=0.0).to(gl.float32)
         left = s_m.index(part).load(ACC)
+        d_read = s_r.index(part).load(ACC)
+        d_write = s_w.index(part).load(ACC)
         s_passed = s_m.index(part)._reinterpret(gl.float16, [64, 64], SHARED)
         s_passed.store(passed)
         _shown()
@@ -267,11 +267,11 @@ def backward_token(
         gl.thread_barrier()
         before = _power(g - passed.to(gl.float32))
         reading = before if BEFORE else _power(g)
-        s_r.index(part).store((s_r.index(part).load(ACC).to(gl.float32) * reading).to(dtype))
-        d_y = eta * s_w.index(part).load(ACC).to(gl.float32)
-        s_w.index(part).store((-before * d_y).to(dtype))
+        s_r.index(part).store((d_read.to(gl.float32) * reading).to(dtype))
+        s_w.index(part).store((-before * (eta * d_write.to(gl.float32))).to(dtype))
         back = _power(-gl.maximum(g, LEAST))
         s_m.index(part).store((eta * left.to(gl.float32) * back).to(dtype))
+    s_kept._reinterpret(gl.float32, [D], LINE).store(carried)
     _shown()
     share = gl.zeros([64], gl.float32, gl.SliceLayout(1, ACC))
     of_lam = share
@@ -283,20 +283,22 @@ def backward_token(
         score = _fresh(s_x.index(nil()), s_q.index(nil()).permute((1, 0)), ACC)
         both = _fresh(s_states.index(nil()).permute((1, 0)), s_states.index(nil() + 1), ACC)
         gram, score, both = warpgroup_mma_wait(0, deps=(gram, score, both))
+        # These go on while threads make left operands.
+        misses = _fresh(s_x.index(nil()), s_states.index(nil()), ACC)
+        turned = _fresh(s_q.index(nil()), s_x.index(nil()).permute((1, 0)), ACC)
         s_through.store(gl.sum(gl.where(later == 0, both, 0.0), axis=1))
         score = gl.where(later < 0 if BEFORE else later <= 0, score, 0.0)
         inner = _fresh(_low(score, dtype), s_r.index(part), ACC)
         inner = warpgroup_mma(_low(gl.where(later < 0, gram, 0.0), dtype), s_w.index(part), inner, is_async=True)
-        misses = _fresh(_low(gl.where(later > 0, gram, 0.0), dtype), s_m.index(part), ACC)
-        score = _fresh(s_q.index(nil()), s_x.index(nil()).permute((1, 0)), ACC)
-        misses = warpgroup_mma(s_x.index(nil()), s_states.index(nil()), misses, is_async=True)
-        inner, misses, score = warpgroup_mma_wait(0, deps=(inner, misses, score))
-        score = gl.where(later > 0 if BEFORE else later >= 0, score, 0.0)
-        reads = _fresh(_low(score, dtype), s_m.index(part), ACC)
-        reads = warpgroup_mma(s_q.index(nil()), s_states.index(nil()), reads, is_async=True)
+        misses = warpgroup_mma(_low(gl.where(later > 0, gram, 0.0), dtype), s_m.index(part), misses, is_async=True)
+        reads = _fresh(s_q.index(nil()), s_states.index(nil()), ACC)
+        inner, misses, turned = warpgroup_mma_wait(1, deps=(inner, misses, turned))
+        turned = gl.where(later > 0 if BEFORE else later >= 0, turned, 0.0)
+        reads = warpgroup_mma(_low(turned, dtype), s_m.index(part), reads, is_async=True)
+        behind = _fresh(s_x.index(nil()), s_states.index(nil() + 1), ACC)
         own = misses * s_w.index(part).load(ACC).to(gl.float32)
         inner *= s_m.index(part).load(ACC).to(gl.float32)
-        reads = warpgroup_mma_wait(0, deps=(reads,))
+        reads = warpgroup_mma_wait(1, deps=(reads,))
         terms = reads * s_r.index(part).load(ACC).to(gl.float32)
         if BEFORE:
             own += terms
@@ -304,7 +306,6 @@ def backward_token(
         else:
             terms += own - inner
         d_log = terms - own  # what of t itself does not cross it
-        behind = _fresh(s_x.index(nil()), s_states.index(nil() + 1), ACC)
         behind = warpgroup_mma_wait(0, deps=(behind,))
         fade = s_kept.index(part).load(along)
         d_log += (s_through.load(along) * fade)[None, :]
@@ -313,13 +314,6 @@ def backward_token(
         rest = behind
         if dtype == gl.float16:
             behind = _first_piece(behind)
-        i = rows(ACC)
-        source, live = source_rows(previous, first, i, low, high, SHIFT)
-        pair = has_pair(unmasked, has_key, first, i, source, live, low, n)
-        at = base + part * 64 + (i[:, None] * (H * D) + gl.arange(0, 64, along)[None, :])
-        gain = gl.load(beta + at, mask=pair[:, None], other=0.0).to(gl.float32)
-        d_write = gl.load(d_v + at, mask=live[:, None], other=0.0).to(gl.float32)
-        d_eta = gl.load(residual + at, mask=live[:, None], other=0.0).to(gl.float32) * d_write
         gl.thread_barrier()
         s_terms.index(0).store(behind.to(gl.bfloat16))
         piece = _first_piece(terms)
@@ -328,6 +322,13 @@ def backward_token(
         piece = _first_piece(terms)
         s_terms.index(2).store(piece.to(gl.bfloat16))
         s_terms.index(3).store((terms - piece).to(gl.bfloat16))
+        i = rows(ACC)
+        source, live = source_rows(previous, first, i, low, high, SHIFT)
+        pair = has_pair(unmasked, has_key, first, i, source, live, low, n)
+        at = base + part * 64 + (i[:, None] * (H * D) + gl.arange(0, 64, along)[None, :])
+        gain = gl.load(beta + at, mask=pair[:, None], other=0.0).to(gl.float32)
+        d_write = gl.load(d_v + at, mask=live[:, None], other=0.0).to(gl.float32)
+        d_eta = gl.load(residual + at, mask=live[:, None], other=0.0).to(gl.float32) * d_write
         _shown()
         earlier = _ones(1, gl.bfloat16, LEFT)
         d_log = warpgroup_mma(earlier, s_terms.index(nil()), d_log, is_async=True)
