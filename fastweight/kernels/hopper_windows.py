@@ -9,7 +9,7 @@ takes it from there, and what products make is the operand of the next ones as i
     S^T = carry S^T + Z^T X
 
 A part's tiles are copied while the two before it are worked on. What it leaves goes to shared memory, and from there to
-the tensors while the next part is worked on. W and Z are kept by slot, 16 a part, for the gradients of tokens.
+the tensors while the next part is worked on. W is kept by slot, 16 a part, for the gradients of tokens.
 
 Traps: all parts of a sequence's last block are walked, because what is kept of a block is read whole; past the end rows
 are zeros, and nothing decays. What a turn leaves in shared memory is taken out in the next one and lies until the one
@@ -70,16 +70,19 @@ def tile_rings(dtype: gl.constexpr, D: gl.constexpr, BACK: gl.constexpr):
 
 
 @gluon.jit
-def shelves_of(dtype: gl.constexpr, D: gl.constexpr):
-    """Room for what two turns leave, tile by tile, and for a state."""
-    a = gl.allocate_shared_memory(dtype, [2, 16, D], SHARED)
-    b = gl.allocate_shared_memory(dtype, [2, 16, D], SHARED)
-    c = gl.allocate_shared_memory(dtype, [2, 16, D], SHARED)
+def shelf_of(dtype: gl.constexpr, D: gl.constexpr):
+    """Room for a tile that two turns leave."""
+    return gl.allocate_shared_memory(dtype, [2, 16, D], SHARED)
+
+
+@gluon.jit
+def state_shelves_of(dtype: gl.constexpr, D: gl.constexpr):
+    """Room for a state, 64 key columns after 64."""
     state0 = gl.allocate_shared_memory(dtype, [64, D], SHARED)
     state1 = state0
     if D == 128:
         state1 = gl.allocate_shared_memory(dtype, [64, D], SHARED)
-    return a, b, c, state0, state1
+    return state0, state1
 
 
 @gluon.jit
@@ -204,18 +207,17 @@ def halves(both, D: gl.constexpr):
 
 @gluon.jit
 def _leave(
-    shelves, o, missed, wrote, states, part, begin, size, lead, h,
+    shelves, o, missed, states, part, begin, size, lead, h,
     H: gl.constexpr, D: gl.constexpr, PART: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
     """Writes what the turn of `part`, if there was one, left in shared memory."""
-    s_o, s_w, s_z, s_state0, s_state1 = shelves
+    s_o, s_w, s_state0, s_state1 = shelves
     if part >= 0:
         slot = part % 2
         number = part_number(lead, part, h, H, PARTS)
         write_rows(s_o.index(slot), o, begin + part * PART, 0, 0, gl.minimum(PART, size - part * PART), h, H, D)
         if missed is not None:
             write_lines(s_w.index(slot), missed, number * (16 * D), D, D)
-            write_lines(s_z.index(slot), wrote, number * (16 * D), D, D)
         if states is not None:
             if part % PARTS == 0:
                 write_lines(s_state0, states, number // PARTS * (D * D), D, D)
@@ -225,12 +227,12 @@ def _leave(
 
 @gluon.jit(do_not_specialize=["length", "chunks", "tokens"])
 def forward(
-    q, k, v, decay, maps, plane, state0, o, missed, wrote, states, state1,
+    q, k, v, decay, maps, plane, state0, o, missed, states, state1,
     cu, chunk_start, length, chunks, tokens,
     H: gl.constexpr, KH: gl.constexpr, D: gl.constexpr, WINDOW: gl.constexpr, PART: gl.constexpr, PARTS: gl.constexpr,
     SHIFT: gl.constexpr, BEFORE: gl.constexpr,
 ):  # fmt: skip
-    """One sequence of one head: o, the final state, and where given W and Z by slot and the blocks' first states.
+    """One sequence of one head: o, the final state, and where given W by slot and the blocks' first states.
 
     maps: D of all parts, and `plane` maps further on A.
     """
@@ -248,8 +250,9 @@ def forward(
     pairs0 = keys0._reinterpret(dtype, [STAGES, 32, 64], SHARED)
     pairs1 = keys1._reinterpret(dtype, [STAGES, 32, 64], SHARED)
     tiles = s_maps._reinterpret(dtype, [STAGES * 2, 32, 16], NARROW)
-    shelves = shelves_of(dtype, D)
-    s_o, s_w, s_z, s_state0, s_state1 = shelves
+    s_o, s_w = shelf_of(dtype, D), shelf_of(dtype, D)
+    s_state0, s_state1 = state_shelves_of(dtype, D)
+    shelves = s_o, s_w, s_state0, s_state1
     for part in gl.static_range(2):
         copy_part(rings, part, part, parts, q, k, v, maps, plane, lead, begin, size, h, kh,
               H, KH, D, WINDOW, PART, PARTS, SHIFT, False)  # fmt: skip
@@ -268,7 +271,7 @@ def forward(
         fence_async_shared()
         gl.thread_barrier()
         y = values.index(stage).permute((1, 0)).load(ONE).to(gl.float32)
-        _leave(shelves, o, missed, wrote, states, part - 1, begin, size, lead, h, H, D, PART, PARTS)
+        _leave(shelves, o, missed, states, part - 1, begin, size, lead, h, H, D, PART, PARTS)
         copy_part(rings, part + 2, part + 2, parts, q, k, v, maps, plane, lead, begin, size, h, kh,
               H, KH, D, WINDOW, PART, PARTS, SHIFT, False)  # fmt: skip
         soon = decays_of(decay, p, gl.minimum(part + 1, parts - 1), size, PART, PARTS, BEFORE)
@@ -309,14 +312,13 @@ def forward(
         put(s_o.index(part % 2), out.to(dtype))
         if missed is not None:
             put(s_w.index(part % 2), left)
-            put(s_z.index(part % 2), z)
         if D == 128:
             S0, S1 = warpgroup_mma_wait(0, deps=(S0, S1))
         else:
             S0 = warpgroup_mma_wait(0, deps=(S0,))
     async_copy.wait_group(0)
     gl.thread_barrier()
-    _leave(shelves, o, missed, wrote, states, parts - 1, begin, size, lead, h, H, D, PART, PARTS)
+    _leave(shelves, o, missed, states, parts - 1, begin, size, lead, h, H, D, PART, PARTS)
     if state1 is not None:
         gl.store(state1 + state_at + state_offsets(0, D), S0)
         if D == 128:

@@ -37,8 +37,9 @@ from fastweight.kernels.hopper_windows import (
     halves,
     part_number,
     put,
-    shelves_of,
+    shelf_of,
     state_offsets,
+    state_shelves_of,
     tile_rings,
     whole_state,
     write_lines,
@@ -94,8 +95,9 @@ def backward_state(
     rings = tile_rings(dtype, D, True)
     keys0, keys1, values, s_maps = rings
     tiles = s_maps._reinterpret(dtype, [STAGES * 2, 16, 32], MIDDLE)
-    shelves = shelves_of(dtype, D)
-    s_y, s_z, s_f, s_state0, s_state1 = shelves
+    s_y, s_z, s_f = shelf_of(dtype, D), shelf_of(dtype, D), shelf_of(dtype, D)
+    s_state0, s_state1 = state_shelves_of(dtype, D)
+    shelves = s_y, s_z, s_f, s_state0, s_state1
     # Takes a part's first pairs to the places that they have in the part before it.
     s_shift = gl.allocate_shared_memory(dtype, [16, 16], NARROW)
     r = gl.arange(0, 16, gl.SliceLayout(1, COPY_16))[:, None]

@@ -1,9 +1,9 @@
 """Regression over a window on Hopper: what a part gives itself, by products alone, for hopper_windows_tokens.py.
 
 For blocks of four parts. A program takes one part of a block of one head, and of what the walks gave its pairs and
-tokens only M = [dO; dZ] [W; F]^T. Row (t, a) is pair t + a in the window of token t, 64 of them; sums over rows are
-products: of what is by row with a matrix that says which pair, which token or which later tokens a row counts for. With
-L = H M by row,
+tokens Z = D [W; F] and M = [dO; dZ] [W; F]^T. Row (t, a) is pair t + a in the window of token t, 64 of them; sums over
+rows are products: of what is by row with a matrix that says which pair, which token or which later tokens a row counts
+for. With L = H M by row,
 
     h r^T = L B^T    [dO r^T; dz r^T]^T = B M^T    dG_t,s = -decay w_t w_s h_t . r_s    dP_t,s = decay w_s dO_t . r_s
 
@@ -91,13 +91,14 @@ def _at(decay, t, later):
 
 @gluon.jit(do_not_specialize=["base", "per", "length", "chunks", "tokens"])
 def inside(
-    v, d_o, missed, lead, gram, reads, weight, decay, rows, rows_back, own_gram, own_reads, own_log, own_weight,
+    v, d_o, missed, lead, maps, gram, reads, weight, decay, rows, rows_back,
+    wrote, own_gram, own_reads, own_log, own_weight,
     base, per, cu, chunk_seq, chunk_start, length, chunks, tokens,
     H: gl.constexpr, D: gl.constexpr, WINDOW: gl.constexpr, PART: gl.constexpr, SHIFT: gl.constexpr,
     BEFORE: gl.constexpr,
 ):  # fmt: skip
-    """One part of a block of one head: its own share of dG and d(Q X^T) [16, 16], and of what weights and log-decays
-    get, by token."""
+    """One part of a block of one head: Z; its own share of dG and d(Q X^T) [16, 16], and of what weights and log-decays
+    get, by token. maps: those of writes."""
     WIDE: gl.constexpr = COPY_64 if D == 64 else COPY_128
     part = gl.program_id(0) % FOLDS
     h = gl.program_id(0) // FOLDS % H
@@ -168,6 +169,10 @@ def inside(
     meets = gl.load(gram + kept * 256 + (held * 16 + near))
     sees = gl.load(reads + kept * 256 + (near * 16 + held))
     meets = gl.convert_layout(meets.to(dtype), LEFT_ONE)
+    r = gl.arange(0, 16, gl.SliceLayout(1, FEW_LEFT))[:, None]
+    c = gl.arange(0, 16, gl.SliceLayout(0, FEW_LEFT))[None, :]
+    by_w = gl.load(maps + kept * 512 + (r * 32 + c))
+    by_f = gl.load(maps + kept * 512 + 16 + (r * 32 + c))
     gl.thread_barrier()  # or the assembler would ask for these once the copies are there
     arrive()
     # M, whose F is what Y does not miss.
@@ -178,7 +183,11 @@ def inside(
     most = pieces.to(dtype)
     s_most.store(most)
     s_rest.store((pieces - most.to(gl.float32)).to(dtype))
+    missing = s_w.load(FEW_RIGHT)
+    found = (s_y.load(FEW_RIGHT).to(gl.float32) - missing.to(gl.float32)).to(dtype)
+    z = mma_v2(by_f, found, mma_v2(by_w, missing, gl.zeros([16, D], gl.float32, FEW)))
     _shown()
+    s_w.store(z.to(dtype))
     lead = _fresh(s_h, s_most, 32, PAIR)
     lead = warpgroup_mma(s_h, s_rest, lead, is_async=True)
     back = _fresh(s_b, s_most.permute((1, 0)), 32, PAIR)
@@ -230,3 +239,5 @@ def inside(
     gl.store(own_gram + corner + (r * 16 + c), d_pairs.to(dtype))
     gl.store(own_log + line + u, d_log, mask=u < left)
     gl.store(own_weight + line + u, d_w, mask=u < left)
+    at = gl.arange(0, 16, gl.SliceLayout(1, WIDE))[:, None] * D + gl.arange(0, D, gl.SliceLayout(0, WIDE))[None, :]
+    gl.store(wrote + shelf + at, s_w.load(WIDE))

@@ -165,7 +165,6 @@ def gradients(
     r = gl.arange(0, D, gl.SliceLayout(1, WIDE)) + nil()
     copy_lines(s_states, d_states + number * (D * D), r, r >= 0, D, WIDE)
     r = rows(WIDE)
-    copy_lines(s_z, wrote + kept * (64 * D), r, r >= 0, D, WIDE)
     copy_lines(s_f, df + number * (64 * D), r, r >= 0, D, WIDE)
     u = gl.arange(0, 16, gl.SliceLayout(1, PART_ROWS)) + nil()
     for part in gl.static_range(FOLDS):
@@ -173,6 +172,9 @@ def gradients(
         i = u - HALO + part * PART
         own = (u < PART) & (u + part * PART < high)
         keep = (i >= low + SHIFT) & (i < high)
+        there = (u >= 0) & (part * PART < high)  # or nothing was written
+        z_at = wrote + (number * FOLDS + part) * (16 * D)
+        copy_lines(s_z.slice(part * 16, 16), z_at, u, there, D, PART_ROWS)
         copy_rows(s_x.slice(part * 16, 16), k, at - SHIFT, u - HALO, kh, 0, keep, KH, D, PART_ROWS)
         copy_rows(s_q.slice(part * 16, 16), q, at, u, kh, 0, own, KH, D, PART_ROWS)
         copy_rows(s_do.slice(part * 16, 16), d_o, at, u, h, 0, own, H, D, PART_ROWS)

@@ -1,7 +1,7 @@
 """Host side of hopper_windows.py: which calls it takes, what is kept for their backward pass, launches.
 
 Kept are the maps of parts (2 KB each in bfloat16, for 8 to 15 tokens), what their keys and queries have in common (as
-much, in float32) and, by slot, W and Z (windows_parts.py); no maps of blocks are ever made. The walk back
+much, in float32) and, by slot, W (windows_parts.py); no maps of blocks are ever made. The walk back
 goes on in pieces of the sequences, each followed by what finds gradients of tokens from it, so that what is made on the
 way takes the room of a piece.
 """
@@ -32,8 +32,8 @@ DTYPES = (torch.bfloat16,)  # float16 has no range for maps, and float32 no matr
 UNIT = HELD * SIDES  # numbers of one map of a part
 PARTS = 4  # of a block, which so has 64 slots
 ALL = 2**30  # blocks, more than there are
-# Blocks of heads at a time, about: each takes 100 KB while its gradients are found.
-TURN = int(os.environ.get("FW3_TURN", 5000))
+# Blocks of heads at a time, about: each takes 116 KB while its gradients are found.
+TURN = int(os.environ.get("FW3_TURN", 4000))
 
 
 def fits(k: Tensor, v: Tensor, key0: Tensor | None, mask: Tensor | None, rebuild: bool) -> bool:
@@ -45,21 +45,21 @@ def fits(k: Tensor, v: Tensor, key0: Tensor | None, mask: Tensor | None, rebuild
 
 
 class Kept(NamedTuple):
-    """Maps of writes and of reads [2, blocks, H, parts, HELD, SIDES]; W and Z [2, blocks, H, slots, V], where saved;
+    """Maps of writes and of reads [2, blocks, H, parts, HELD, SIDES]; W [blocks, H, slots, V], where saved;
     X X^T and Q X^T of parts [2, blocks, H, parts, HELD, HELD], in float32."""
 
     maps: Tensor
-    slots: Tensor | None
+    missed: Tensor | None
     met: Tensor
 
     @classmethod
     def of(cls, flat: Tensor, v: Tensor, blocks: int, block: Block) -> "Kept":
         """The parts of what `empty` made."""
         H, V = v.shape[2:]
-        maps, slots, met = flat.split(_sizes(v, blocks, block, flat.numel()))
+        maps, missed, met = flat.split(_sizes(v, blocks, block, flat.numel()))
         return cls(
             maps.view(2, blocks, H, block.parts, HELD, SIDES),
-            slots.view(2, blocks, H, block.parts * HELD, V) if len(slots) else None,
+            missed.view(blocks, H, block.parts * HELD, V) if len(missed) else None,
             met.view(torch.float32).view(2, blocks, H, block.parts, HELD, HELD),
         )
 
@@ -67,14 +67,14 @@ class Kept(NamedTuple):
 def _sizes(v: Tensor, blocks: int, block: Block, whole: int | None = None) -> tuple[int, int, int]:
     """Numbers of v's dtype that `Kept` takes, one part after another; whole: the sum, if known."""
     parts = 2 * blocks * v.shape[2] * block.parts
-    maps, slots, met = parts * UNIT, parts * HELD * v.shape[3], parts * HELD * HELD * 4 // v.element_size()
-    return maps, slots if whole is None else whole - maps - met, met
+    maps, missed, met = parts * UNIT, parts // 2 * HELD * v.shape[3], parts * HELD * HELD * 4 // v.element_size()
+    return maps, missed if whole is None else whole - maps - met, met
 
 
 def empty(v: Tensor, blocks: int, block: Block, save: bool) -> Tensor:
-    """Room for `Kept`; W and Z only if they are to be saved."""
-    maps, slots, met = _sizes(v, blocks, block)
-    return v.new_empty(maps + met + (slots if save else 0))
+    """Room for `Kept`; W only if it is to be saved."""
+    maps, missed, met = _sizes(v, blocks, block)
+    return v.new_empty(maps + met + (missed if save else 0))
 
 
 def _walk(kernel: Any, plan: Plan, given: Inputs, where: Geometry, block: Block, *arguments: Any) -> None:
@@ -114,10 +114,9 @@ def forward(
             *kept.met, weight, facts, kept.maps[1], kept.maps[0], None, 0, ALL, *tables(where),
             **_of_parts(plan, given, block),
         )  # fmt: skip
-    slots = (None, None) if kept.slots is None else (kept.slots[0], kept.slots[1])
     _walk(
         hopper_windows.forward, plan, given, where, block, given.v, decay, *_plane(kept),
-        None if state0 is None else state0.contiguous(), o, *slots, states, state1,
+        None if state0 is None else state0.contiguous(), o, kept.missed, states, state1,
     )  # fmt: skip
     return weight, decay, facts
 
@@ -164,7 +163,7 @@ def backward(
     kept = Kept.of(flat, given.v, where.slots, block)
     pieces = pieces_of(where, H)
     most = max(piece.blocks for piece in pieces)
-    lead, df = given.v.new_empty(2, most, H, block.parts * HELD, D)
+    lead, df, wrote = given.v.new_empty(3, most, H, block.parts * HELD, D)
     carry, handed, shared = out.state0, None, shared_room(where, given, D)
     if len(pieces) > 1:
         handed = given.v.new_empty(where.sequences, H, HELD, D)
@@ -182,11 +181,11 @@ def backward(
         )  # fmt: skip
         d_state = carry
         for turn in piece.turns:
-            made = slice(turn.first, turn.first + turn.blocks)
-            pulled = lead[made], df[made], out.states[made]
+            these = slice(turn.first, turn.first + turn.blocks)
+            made = lead[these], df[these], wrote[these], out.states[these]
             place = piece.first + turn.first, piece.per, *tables(where)
             grid = (turn.blocks, 1) if piece.per == ALL else (piece.per, where.sequences)
-            _tokens(plan, given, block, grid, place, known, kept, pulled, d_o, states, room, own, shared, out)
+            _tokens(plan, given, block, grid, place, known, kept, made, d_o, states, room, own, shared, out)
     if where.slots and H:
         add_shared(plan, given, where, block, shared, out)
 
@@ -230,21 +229,20 @@ class Scratch(NamedTuple):
 
 def _tokens(
     plan: Plan, given: Inputs, block: Block, blocks: tuple[int, int], place: tuple, known: tuple[Tensor, ...],
-    kept: Kept, pulled: tuple[Tensor, ...], d_o: Tensor, states: Tensor, room: Scratch, own: tuple[Tensor, Tensor],
+    kept: Kept, made: tuple[Tensor, ...], d_o: Tensor, states: Tensor, room: Scratch, own: tuple[Tensor, Tensor],
     shared: Tensor, out: Gradients,
 ) -> None:  # fmt: skip
     """Fills the gradients of queries, keys and gates of some blocks, and the shares of other blocks' keys.
 
-    blocks: so many of so many sequences; pulled: their dZ, dF and gradients of states; own: room for what log-decays
-    and weights get within their part.
+    blocks: so many of so many sequences; made: their dZ, dF, room for Z, gradients of states; own: room for what
+    log-decays and weights get within their part.
     """
     from fastweight.kernels import hopper_windows_inside, hopper_windows_maps, hopper_windows_tokens
 
     H, D = given.v.shape[2:]
     weight, decay, facts = known
-    assert kept.slots is not None, "a backward pass of what was not saved"
-    lead, df, d_states = pulled
-    (missed, wrote), met = kept.slots, kept.met
+    lead, df, wrote, d_states = made
+    met = kept.met
     number, sequences = blocks
     grid, named = (number * PARTS, H, sequences), _of_parts(plan, given, block)
     start(hopper_windows_maps.forth, grid, *met, weight, facts, None, None, room.rows[0], *place, **named)
@@ -255,7 +253,8 @@ def _tokens(
     }  # fmt: skip
     start(
         hopper_windows_inside.inside, (number * H * PARTS, 1, sequences),
-        given.v, d_o, missed, lead, *met, weight, decay, *room.rows, room.d_gram, room.d_reads, *own, *place,
+        given.v, d_o, kept.missed, lead, kept.maps[0], *met, weight, decay, *room.rows, wrote, room.d_gram,
+        room.d_reads, *own, *place,
         maxnreg=int(os.environ.get('FW3_INSIDE', 128)), **flags,
     )  # fmt: skip
     start(
