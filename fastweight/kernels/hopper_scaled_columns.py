@@ -26,6 +26,7 @@ Trap: with reads before writes E_(t-1) and N_(t-1) take the places of E_t and N_
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -38,6 +39,7 @@ from fastweight.kernels.hopper_scaled_parts import (
     in_turn,
     keep_state,
     keys_and_queries,
+    landed,
     make_rings,
     make_shelves,
     prepare,
@@ -157,7 +159,11 @@ def forward(
             fades = gl.where(r == t, kept[None, :], fades)
         rate = eta * reciprocal(fades)
         s_kept.store(kept)
-        gl.thread_barrier()
+        landed()
+        copy_block(
+            rings, stage_after(stage_after(stage)), q, k, v, beta, previous, first + 32, -b * 16 - 32, high - 32, h, kh,
+            H, KH, D, SHIFT,
+        )  # fmt: skip
         felt = s_felt.permute((1, 0)).load(COLUMN)
         z = gl.zeros([16, D], gl.float32, COLUMN)
         seen = fades
@@ -173,7 +179,8 @@ def forward(
             felt = gl.where(r > t, felt + pull * write[None, :], felt)
         s_fades.permute((1, 0)).store(seen)
         s_written.permute((1, 0)).store(z.to(dtype))
-        arrive()
+        fence_async_shared()
+        gl.thread_barrier()
         tile = shelves[1].index(now).slice(16, 16, 0)
         own = warpgroup_mma(s_written, tile.permute((1, 0)), gl.zeros([D, 16], gl.float32, ONE), use_acc=False,
                             is_async=True)  # fmt: skip
@@ -186,11 +193,6 @@ def forward(
         prepare(
             keys, stage, 1 - now, shelves, (live, pair, ridge, energy), energies, key0, previous, line + b * 16 + 16,
             first + 16, -b * 16 - 16, high - 16, n, h, kh, eps, floor, H, KH, D, SHIFT, SCALED, DIRECT, BEFORE, False,
-        )  # fmt: skip
-        gl.thread_barrier()
-        copy_block(
-            rings, stage_after(stage), q, k, v, beta, previous, first + 32, -b * 16 - 32, high - 32, h, kh, H, KH, D,
-            SHIFT,
         )  # fmt: skip
         live, pair, ridge, energy = tokens_of(
             lam, energies, has_key, unmasked, previous, line + b * 16 + 32, first + 32, -b * 16 - 32, high - 32, n, h,

@@ -148,7 +148,7 @@ def backward_state(
         x = keys[0].index(2 * stage)
         ends = warpgroup_mma(low, x.permute((1, 0)), gl.zeros([D, 16], gl.float32, ONE), use_acc=False,
                              is_async=True)  # fmt: skip
-        # Not by wgmma, which would ask for a fence, and a fence waits for copies that are on their way.
+        # Not by wgmma, which would ask for a fence and another barrier.
         own = mma_v2(
             s_reads.load(gl.DotOperandLayout(0, LIKE_ONE, 2)),
             shelves[1].index(now).slice(16, 16, 0).load(gl.DotOperandLayout(1, LIKE_ONE, 2)),
