@@ -175,3 +175,12 @@ class TestOnDevice:
     def test_packed(self, window):
         test = at(case("falcon-3", {"window": window}, cuts=(0, 1, 1, 25, 150), state=True), 1, 150, 2, 2, 64, 64)
         check(test, torch.bfloat16, "cuda")
+
+    @pytest.mark.parametrize("window", [4, 8])
+    def test_in_pieces(self, window, monkeypatch):
+        """The walk back a block of every sequence at a time."""
+        from fastweight.kernels import launch_hopper_windows
+
+        monkeypatch.setattr(launch_hopper_windows, "TURN", 1)
+        test = case("falcon-3", {"window": window}, state=True)
+        check(at(test, 2, 140, 1, 2, 128, 128), torch.bfloat16, "cuda")
