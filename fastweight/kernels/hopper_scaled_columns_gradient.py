@@ -26,7 +26,8 @@ transposed product. Sums over tokens take their pieces from where the states wer
 Traps: dU waits in the memory of d_v, where `backward_state` left it. l is rounded to 16 bits, and its sums are sums of
 that. Sums over tokens are products with matrices of ones, and the one whose terms cancel takes them in three pieces of
 8 bits; it is made of the tokens behind t, and t itself is in `own`. With reads before writes r has 2^h, P has j < i,
-and reads count for i > t.
+and reads count for i > t. Two programs leave 28 KiB of the first level cache, so that what spills comes from the second:
+places and numbers of columns are made where they are used (`nil`), and no more products are under way than registers.
 """
 
 # pyright: basic, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
@@ -321,6 +322,7 @@ def backward_token(
         piece = _first_piece(terms)
         s_terms.index(2).store(piece.to(gl.bfloat16))
         s_terms.index(3).store((terms - piece).to(gl.bfloat16))
+        # Needed behind the sums, and on their way meanwhile.
         i = rows(ACC)
         source, live = source_rows(previous, first, i, low, high, SHIFT)
         pair = has_pair(unmasked, has_key, first, i, source, live, low, n)
@@ -345,7 +347,6 @@ def backward_token(
         if PARTS == 2:
             _shown()
             _copy_states(s_states, states, d_states, row, (1 - part) * 64, landed)
-
         to_gain, to_lam, to_energy = _step_gradient(
             d_eta, d_log, energy, gain, ridge, step, shrinks, floor, SCALED, DIRECT
         )
