@@ -26,8 +26,8 @@ transposed product. Sums over tokens take their pieces from where the states wer
 Traps: dU waits in the memory of d_v, where `backward_state` left it. l is rounded to 16 bits, and its sums are sums of
 that. Sums over tokens are products with matrices of ones, and the one whose terms cancel takes them in three pieces of
 8 bits; it is made of the tokens behind t, and t itself is in `own`. With reads before writes r has 2^h, P has j < i,
-and reads count for i > t. Two programs leave 28 KiB of the first level cache, so that what spills comes from the second:
-places and numbers of columns are made where they are used (`nil`), and no more products are under way than registers.
+and reads count for i > t. Two programs leave 28 KiB of the first level cache, so that spills come from the second one:
+places and numbers of columns are made where they are used (`nil`), and few products are under way at a time.
 """
 
 # pyright: basic, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
