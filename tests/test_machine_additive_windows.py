@@ -69,7 +69,7 @@ WINDOW, SUMS = "hopper_additive_windows.py", "hopper_additive_backward.py"
 WRONG = [
     (WINDOW, "mask=((i >= own) & (i < own_end))[:, None]", "mask=(i < own_end)[:, None]"),  # pairs of nobody
     (WINDOW, "own_end = gl.where(c > 0, 56, high + HALO)", "own_end = high + HALO"),  # over what is added up
-    (WINDOW, "mask=((i >= 65 - WINDOW) & (c > 0))[:, None]", "mask=(i < 0)[:, None]"),  # what is there
+    (WINDOW, "mask=(i8 >= 64 - HALO)[:, None], other=0.0", "mask=(i8 < 0)[:, None], other=0.0"),  # what is there
     (WINDOW, "term += gl.where(row < end - LAG, near, 0.0)", "term += near"),  # of the next chunk's reads
     (WINDOW, "if i == 0 else _ahead(faded, row, i)", "if i == 0 else faded"),
     (WINDOW, "g_read = gl.where(i < end, g_read, float(\"-inf\"))", "pass"),

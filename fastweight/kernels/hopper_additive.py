@@ -6,18 +6,15 @@ the traps, as in hopper_solve.py: the state lies transposed, [64, K], in the acc
     O~ = 2^F .* (S~ Q^T) + Y~ W^T      S~ = 2^G S~ + (Y~ .* kept) X      dS~ = 2^G dS~ + (dO~ .* 2^F) Q
 
 and W, made of Q X^T, is all that passes through shared memory. A segment whose state alone is wanted reads no queries.
-The walk makes the steps itself, what gates.py and `fold` do for other calls: each warp those of all tokens of a chunk,
-from energies of keys that were summed up while products of the chunk before went on.
 
 Traps: rows of queries and outputs are a chunk's own STRIDE steps from row 0 on, and what they hold past those is the
-next chunk's; rows of keys and values begin with the WINDOW - 1 pairs before them. A fence for copies and products makes
-every thread wait for all that it loads from memory or stores there, and Triton puts one before copies, too.
+next chunk's; rows of keys and values begin with the WINDOW - 1 pairs before them.
 """
 
 # pyright: basic, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false, reportReturnType=false
 # pyright: reportOptionalMemberAccess=false, reportAssignmentType=false
-# ruff: noqa: SIM102, SIM108
+# ruff: noqa: RUF005, SIM108
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -29,10 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from fastweight.kernels.gates import LOG2E, load_head, step_log_decay, step_sizes
-from fastweight.kernels.hopper_additive_sums import EACH, announce, bring, put_energies
-from fastweight.kernels.hopper_additive_windows import pairs_of, window_from
-from fastweight.kernels.hopper_parts import ACC, HALF, LEFT, LINE, nil, rows
+from fastweight.kernels.hopper_parts import ACC, HALF, LEFT, LINE, rows
 from fastweight.kernels.hopper_walk import (
     DECAY,
     KEPT,
@@ -42,6 +36,7 @@ from fastweight.kernels.hopper_walk import (
     fetch,
     keep_barriers,
     keep_rates,
+    load_rates,
     rates_of,
     rings_of,
     row,
@@ -65,70 +60,29 @@ def _load_read(decay, line, first, high, r, WINDOW: gl.constexpr, BEFORE: gl.con
 
 
 @gluon.jit
-def _load_gates(beta, lam, first, at, high, h, H: gl.constexpr, WINDOW: gl.constexpr, SHIFT: gl.constexpr):
-    """Whether each step of a chunk has a pair, and its beta and lam."""
-    i = gl.arange(0, 64, layout=EACH)
-    pair = (i < gl.minimum(high, 65 - WINDOW)) & (at + i >= SHIFT)
-    return pair, load_head(beta, first + at, i, h, H, pair, 1.0), load_head(lam, first + at, i, h, H, pair, 0.0)
-
-
-@gluon.jit
-def _keep_steps(
-    rates, lately, c, energies, gates, at, eps, floor,
-    WINDOW: gl.constexpr, SHIFT: gl.constexpr, RAW: gl.constexpr, SCALED: gl.constexpr, DIRECT: gl.constexpr,
-    BEFORE: gl.constexpr,
+def _load_steps(
+    weight, decay, sums, line, slot, first, high, r, WINDOW: gl.constexpr, BEFORE: gl.constexpr,
 ):  # fmt: skip
-    """Rates of one chunk, and in `lately` what pairs are worth while their window is open.
-
-    What its end keeps of S; weights and cumulative log-decays.
-    """
-    HALO: gl.constexpr = WINDOW - 1
-    pair, gain, ridge = gates
-    i = gl.arange(0, 64, layout=EACH)
-    if RAW:
-        w = gain
-        log_decay = ridge * LOG2E
+    """What `_keep_steps` makes the numbers of a chunk from; of windows with the sums that `fold` made."""
+    near = ()
+    if WINDOW == 1:
+        numbers = load_rates(weight, decay, line, first, high, r, not BEFORE)
     else:
-        energy = energies.load(EACH)
-        if WINDOW > 1:
-            part = 1 / pairs_of(i, at, WINDOW, SHIFT)
-            energy = window_from(energy, i, WINDOW) * part
-        w, _r, _d, alpha, carry, _o, writes = step_sizes(energy, gain, ridge, pair, eps, floor, SCALED, DIRECT)
-        if WINDOW > 1:
-            w *= part
-        log_decay = gl.where(writes, step_log_decay(alpha, carry, floor), 0.0)
-    g = gl.associative_scan(log_decay, 0, _add)
-    g_last = gl.sum(log_decay, axis=0)
-    g_read = g
-    if BEFORE:
-        g_read = gl.where(i > 0, gl.gather(g, gl.maximum(i - 1, 0), 0), 0.0)
-    # `fold`: rows are pairs from here on, WINDOW - 1 before the steps.
-    worth, faded = w, g
-    if WINDOW > 1:
-        worth = gl.where(i >= HALO, gl.gather(w, gl.maximum(i - HALO, 0), 0), 0.0)
-        faded = gl.gather(g, gl.maximum(i - HALO, 0), 0)
-        for b in gl.static_range(HALO):
-            lately.index((c & 1) * HALO + b).store(worth)
-            step = i - (HALO - 1 - b)
-            passed = gl.gather(g, gl.maximum(step, 0), 0)
-            worth *= gl.exp2(passed - faded)
-            worth += gl.where(step >= 0, gl.gather(w, gl.maximum(step, 0), 0), 0.0)
-            faded = passed
-    return keep_rates(rates, c & 1, (worth, faded, g_read, g_last), True, BEFORE or WINDOW > 1), w, g
+        shelf = sums + slot.to(gl.int64) * (64 * (WINDOW + 1)) + r
+        g_read, g_last = _load_read(decay, line, first, high, r, WINDOW, BEFORE)
+        numbers = gl.load(shelf + (WINDOW - 1) * 64), gl.load(shelf + WINDOW * 64), g_read, g_last
+        for b in gl.static_range(WINDOW - 1):
+            near = near + (gl.load(shelf + b * 64),)
+    return numbers, near
 
 
 @gluon.jit
-def _put_steps(weight, decay, first, w, g, high, keeps, WINDOW: gl.constexpr):
-    """Writes weights and log-decays of a chunk, if this program is the one that does."""
-    i = gl.arange(0, 64, layout=EACH)
-    own = (i < gl.minimum(high, 65 - WINDOW)) & keeps
-    gl.store(weight + first + i, w, mask=own)
-    gl.store(decay + first + i, g, mask=own)
-
-
-@gluon.jit
-def _add(a, b):
-    return a + b
+def _keep_steps(rates, lately, at, loaded, WINDOW: gl.constexpr, BEFORE: gl.constexpr):
+    """Rates of one chunk, and in `lately` what pairs are worth while their window is open; what its end keeps of S."""
+    numbers, near = loaded
+    for b in gl.static_range(WINDOW - 1):
+        lately.index(at * (WINDOW - 1) + b).store(near[b])
+    return keep_rates(rates, at, numbers, True, BEFORE or WINDOW > 1)
 
 
 @gluon.jit
@@ -161,23 +115,14 @@ def _write(S, x, y, rates, at):
     return low, warpgroup_mma(gl.convert_layout(u.to(y.dtype), LEFT), x, S, is_async=True)
 
 
-@gluon.jit
-def _sum_up(energies, keys, bars, c, count, ENERGY: gl.constexpr, K: gl.constexpr, STAGES: gl.constexpr):
-    """Energies of a chunk's keys, once they have come; behind the next barrier they are there."""
-    if ENERGY:
-        if c < count:
-            mbarrier.wait(bars[0].index(c % STAGES), (c // STAGES) & 1)
-            put_energies(energies, keys[0].index(c % STAGES).reshape([64, K]))
-
-
 @gluon.jit(do_not_specialize=["length", "chunks", "tokens", "segments", "per_segment"])
 def forward(
-    k_desc, q_desc, v_desc, o, states_desc, beta, lam, weight, decay, state0, state1,
-    length, chunks, tokens, segments, per_segment, eps, floor,
+    k_desc, q_desc, v_desc, o, states_desc, weight, decay, sums, state0, state1,
+    length, chunks, tokens, segments, per_segment,
     H: gl.constexpr, KH: gl.constexpr, K: gl.constexpr, V: gl.constexpr, WINDOW: gl.constexpr, SHIFT: gl.constexpr,
-    RAW: gl.constexpr, SCALED: gl.constexpr, DIRECT: gl.constexpr, BEFORE: gl.constexpr, STAGES: gl.constexpr,
+    BEFORE: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """One segment of one head, 64 value columns: weights, log-decays, final state, and where given o and chunk states.
+    """One segment of one head, 64 value columns: the final state, and where given o and chunk states.
 
     Without o, all segments but the last of each sequence. o is a descriptor, or with a window a pointer: of a chunk's
     64 rows not all are its own.
@@ -185,7 +130,6 @@ def forward(
     HALO: gl.constexpr = WINDOW - 1
     STRIDE: gl.constexpr = 65 - WINDOW
     READS: gl.constexpr = o is not None
-    ENERGY: gl.constexpr = not RAW and (not DIRECT or SCALED)
     dtype: gl.constexpr = k_desc.dtype
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
     tall: gl.constexpr = gl.NVMMASharedLayout.get_default_for([K, 64], dtype)
@@ -198,12 +142,9 @@ def forward(
     key_at = h // (H // KH) * K
     value_at = h * V + block * 64
 
-    # Keys come a chunk before the rest, as their energies are needed a chunk before them.
-    KEYS_AHEAD: gl.constexpr = STAGES + 1
-    keys, key_bars = rings_of((k_desc,), KEYS_AHEAD)
-    descs = (v_desc,)
+    descs = (k_desc, v_desc)
     if READS:
-        descs = (v_desc, q_desc)
+        descs = (k_desc, v_desc, q_desc)
         scores = gl.allocate_shared_memory(dtype, [64, 64], gl.NVMMASharedLayout.get_default_for([64, 64], dtype))
     rings, bars = rings_of(descs, STAGES)
     rates = rates_of(BEFORE or WINDOW > 1)
@@ -212,77 +153,72 @@ def forward(
         lately = gl.allocate_shared_memory(gl.float32, [2 * HALO, 64], LINE)
     for early in gl.static_range(STAGES - 1):
         at = (start + early) * STRIDE
-        fetch((k_desc,), keys, key_bars, early, ((n, at - HALO - SHIFT, key_at),), early < count)
-        fetch(descs, rings, bars, early, ((n, at - HALO, value_at), (n, at, key_at)), early < count)
-    at = (start + STAGES - 1) * STRIDE
-    fetch((k_desc,), keys, key_bars, STAGES - 1, ((n, at - HALO - SHIFT, key_at),), count >= STAGES)
-    begin = n.to(gl.int64) * length
+        coords = (n, at - HALO - SHIFT, key_at), (n, at - HALO, value_at), (n, at, key_at)
+        fetch(descs, rings, bars, early, coords, early < count)
+    r = gl.arange(0, 64, layout=gl.BlockedLayout([1], [32], [4], [0]))
     at = start * STRIDE
-    soon = _load_gates(beta, lam, begin, at, length - at, h, H, WINDOW, SHIFT)
-    energies = gl.allocate_shared_memory(gl.float32, [64], LINE)
+    soon = _load_steps(weight, decay, sums, line, slot, at, length - at, r, WINDOW, BEFORE)
+    carry = _keep_steps(rates, lately, 0, soon, WINDOW, BEFORE)
+    if count > 1:
+        at += STRIDE
+        soon = _load_steps(weight, decay, sums, line, slot + H, at, length - at, r, WINDOW, BEFORE)
     state_at = state_offsets(seg, h, block, H, K, V, wide)
     if state0 is None:
         S = gl.zeros([64, K], gl.float32, wide)
     else:
         S = gl.load(state0 + state_at).to(gl.float32)
     none = gl.zeros([64, 64], gl.float32, ACC)
-    _sum_up(energies, keys, key_bars, 0, count, ENERGY, K, KEYS_AHEAD)
-    gl.thread_barrier()
 
     for c in range(0, count):
         s = c % STAGES
         phase = (c // STAGES) & 1
-        x = keys[0].index(c % KEYS_AHEAD).reshape([64, K])
-        y = rings[0].index(s).reshape([64, 64])
+        x = rings[0].index(s).reshape([64, K])
+        y = rings[1].index(s).reshape([64, 64])
         at = (start + c) * STRIDE
-        mbarrier.wait(key_bars[0].index(c % KEYS_AHEAD), (c // KEYS_AHEAD) & 1)
-        if READS:
-            qt = rings[1].index(s).reshape([64, K])
-            mbarrier.wait(bars[1].index(s), phase)
-            p = warpgroup_mma(qt, x.permute((1, 0)), none, use_acc=False, is_async=True)
-            low_S, read = _read(S, qt, none)
-        carry, w, g = _keep_steps(
-            rates, lately, c, energies, soon, at, eps, floor, WINDOW, SHIFT, RAW, SCALED, DIRECT, BEFORE
-        )
-        # Behind this barrier every warp is done with the chunk before, and the rates are there.
-        tma.store_wait(0)
-        gl.thread_barrier()
-        ahead = at + (STAGES - 1) * STRIDE
-        spare, key_spare = (c + STAGES - 1) % STAGES, (c + STAGES) % KEYS_AHEAD
-        announce(descs, bars, spare, c + STAGES - 1 < count)
-        announce((k_desc,), key_bars, key_spare, c + STAGES < count)
-        coords = (n, ahead - HALO, value_at), (n, ahead, key_at)
-        bring(descs, rings, bars, spare, coords, c + STAGES - 1 < count)
-        coords = ((n, ahead + STRIDE - HALO - SHIFT, key_at),)
-        bring((k_desc,), keys, key_bars, key_spare, coords, c + STAGES < count)
-        # As far before a fence as may be: each waits for what threads load and store.
-        _put_steps(weight, decay, line + at, w, g, length - at, block == 0, WINDOW)
-        then = at + STRIDE
-        soon = _load_gates(beta, lam, begin, then, length - then, h + nil(), H, WINDOW, SHIFT)
+        later = soon
+        if c + 2 < count:
+            then = at + 2 * STRIDE
+            after = slot + (c + 2) * H
+            later = _load_steps(weight, decay, sums, line, after, then, length - then, r, WINDOW, BEFORE)
         mbarrier.wait(bars[0].index(s), phase)
         if READS:
-            low_y, S = _write(S * carry, x, y, rates, c & 1)
-            p = warpgroup_mma_wait(2, deps=[p])
+            qt = rings[2].index(s).reshape([64, K])
+            mbarrier.wait(bars[2].index(s), phase)
+            p = warpgroup_mma(qt, x.permute((1, 0)), none, use_acc=False, is_async=True)
             if WINDOW == 1:
-                p = weigh(p, rates, c & 1, BEFORE, ACC)
-            else:
-                p = _weigh(p, rates, lately, c & 1, WINDOW, BEFORE, ACC)
-            scores.store(p.to(dtype))
+                low_S, read = _read(S, qt, none)
+        # Behind this barrier every warp is done with the chunk before.
+        tma.store_wait(0)
+        gl.thread_barrier()
+        next_carry = _keep_steps(rates, lately, (c + 1) & 1, soon, WINDOW, BEFORE)
+        ahead = at + (STAGES - 1) * STRIDE
+        coords = (n, ahead - HALO - SHIFT, key_at), (n, ahead - HALO, value_at), (n, ahead, key_at)
+        fetch(descs, rings, bars, (c + STAGES - 1) % STAGES, coords, c + STAGES - 1 < count)
+        mbarrier.wait(bars[1].index(s), phase)
+        if READS:
+            if WINDOW == 1:
+                low_y, S = _write(S * carry, x, y, rates, c & 1)
+                p = warpgroup_mma_wait(2, deps=[p])
+                scores.store(weigh(p, rates, c & 1, BEFORE, ACC).to(dtype))
+            else:  # the weights leave no registers for the rest
+                p = warpgroup_mma_wait(0, deps=[p])
+                scores.store(_weigh(p, rates, lately, c & 1, WINDOW, BEFORE, ACC).to(dtype))
+                low_S, read = _read(S, qt, none)
+                low_y, S = _write(S * carry, x, y, rates, c & 1)
             fence_async_shared()
             read = warpgroup_mma_wait(1, deps=[read])
             gl.thread_barrier()
             out = read * row(rates, c & 1, READ, ACC)
             out = warpgroup_mma(gl.convert_layout(low_y, LEFT), scores.permute((1, 0)), out, is_async=True)
             if states_desc is not None:
-                spent = rings[1].index(s)._reinterpret(dtype, [K, 64], tall)
+                spent = rings[2].index(s)._reinterpret(dtype, [K, 64], tall)
                 spent.permute((1, 0)).store(gl.convert_layout(low_S, wide))
-            _sum_up(energies, keys, key_bars, c + 1, count, ENERGY, K, KEYS_AHEAD)
             out, S = warpgroup_mma_wait(0, deps=[out, S])
             y.permute((1, 0)).store(out.to(dtype))
             fence_async_shared()
             gl.thread_barrier()
             if WINDOW == 1:
-                tma.async_copy_shared_to_global(o, [n, at, value_at], rings[0].index(s))
+                tma.async_copy_shared_to_global(o, [n, at, value_at], rings[1].index(s))
             else:
                 i = gl.arange(0, 64, layout=gl.SliceLayout(1, HALF))
                 col = gl.arange(0, 64, layout=gl.SliceLayout(0, HALF))
@@ -293,13 +229,12 @@ def forward(
                 tma.async_copy_shared_to_global(states_desc, [(slot + c * H) * K, block * 64], spent)
         else:
             low_y, S = _write(S * carry, x, y, rates, c & 1)
-            _sum_up(energies, keys, key_bars, c + 1, count, ENERGY, K, KEYS_AHEAD)
             S = warpgroup_mma_wait(0, deps=[S])
-            gl.thread_barrier()
+        carry = next_carry
+        soon = later
     tma.store_wait(0)
     if state1 is not None:
         gl.store(state1 + state_at, S)
-    keep_barriers(key_bars)
     keep_barriers(bars)
 
 
@@ -353,6 +288,10 @@ def backward_state(
         qt = rings[0].index(s).reshape([64, K])
         do = rings[1].index(s).reshape([64, 64])
         at = (last - c) * STRIDE
+        later = soon
+        if c + 2 < count:
+            then = at - 2 * STRIDE
+            later = _load_read(decay, line, then, length - then, r, WINDOW, BEFORE)
         # Behind this barrier every warp is done with the chunk before.
         tma.store_wait(0)
         gl.thread_barrier()
@@ -360,10 +299,6 @@ def backward_state(
         ahead = at - (STAGES - 1) * STRIDE
         coords = (n, ahead, key_at), (n, ahead, value_at)
         fetch(descs, rings, bars, (c + STAGES - 1) % STAGES, coords, c + STAGES - 1 < count)
-        later = soon
-        if c + 2 < count:
-            then = at - 2 * STRIDE
-            later = _load_read(decay, line, then, length - then, r, WINDOW, BEFORE)
         if d_states_desc is not None:
             leaving.permute((1, 0)).store(dS.to(dtype))
             fence_async_shared()

@@ -15,32 +15,18 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from fastweight.kernels.gates import load_head, step_gradient
 from fastweight.kernels.hopper_parts import LINE, nil
 
-KEYS = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [4, 1], [0, 1]))  # lanes that read together miss their banks
-EACH = gl.constexpr(gl.BlockedLayout([2], [32], [4], [0]))  # every warp has all of a chunk's tokens
-
-# Kinds of sums that warps make each for itself.
-OF_STEPS = gl.constexpr(0)  # over a warp's rows, of each column
-OF_ROWS = gl.constexpr(1)  # over a warp's columns, of each row, as all that follow
-OF_READS = gl.constexpr(2)
-OF_WRITES = gl.constexpr(3)
-OF_ENERGY = gl.constexpr(4)
+# Rows of what warps have summed up each for itself; those of the first two kinds are one a warp's rows.
+OF_STEPS = gl.constexpr(0)
+OF_DECAYS = gl.constexpr(4)
+OF_READS = gl.constexpr(8)
+OF_WRITES = gl.constexpr(10)
+OF_ENERGY = gl.constexpr(12)
+OF_STATES = gl.constexpr(14)
+SHARE = gl.constexpr(15)
 # Rows of the numbers of a chunk; cumulative decays are log2.
 STEP = gl.constexpr(0)
 DECAY = gl.constexpr(1)
 READ_DECAY = gl.constexpr(2)  # as the read sees the state
-
-
-@gluon.jit
-def energies_of(x, layout: gl.constexpr):
-    """The energy of every key of a tile. By eights, so that a thread adds up several sums at a time."""
-    keys = gl.reshape(x.load(layout).to(gl.float32), [64, x.shape[1] // 8, 8])
-    return gl.convert_layout(gl.sum(gl.sum(keys * keys, axis=2), axis=1), gl.SliceLayout(1, layout))
-
-
-@gluon.jit
-def put_energies(energies, x):
-    """Keeps them, by four warps."""
-    energies.store(energies_of(x, KEYS))
 
 
 @gluon.jit
@@ -53,23 +39,32 @@ def numbers_of():
 
 
 @gluon.jit
-def keep_numbers(numbers, at, loaded, BEFORE: gl.constexpr):
+def row_of(numbers, at, WHICH: gl.constexpr, APART: gl.constexpr):
+    """One kind of a chunk's numbers; APART: of those that `numbers_of` made, else of six rows that are one memory."""
+    if APART:
+        return numbers[WHICH].index(at)
+    else:
+        return numbers.index(at * 3 + WHICH)
+
+
+@gluon.jit
+def keep_numbers(numbers, at, loaded, BEFORE: gl.constexpr, APART: gl.constexpr):
     """Keeps the numbers of a chunk; returns the decay to its end."""
     a, g, before, g_last = loaded
-    numbers[STEP].index(at).store(a)
-    numbers[DECAY].index(at).store(g)
-    numbers[READ_DECAY].index(at).store(before if BEFORE else g)
+    row_of(numbers, at, STEP, APART).store(a)
+    row_of(numbers, at, DECAY, APART).store(g)
+    row_of(numbers, at, READ_DECAY, APART).store(before if BEFORE else g)
     return g_last
 
 
 @gluon.jit
-def down(numbers, at, WHICH: gl.constexpr, layout: gl.constexpr):
-    return numbers[WHICH].index(at).load(gl.SliceLayout(1, layout))
+def down(numbers, at, WHICH: gl.constexpr, layout: gl.constexpr, APART: gl.constexpr):
+    return row_of(numbers, at, WHICH, APART).load(gl.SliceLayout(1, layout))
 
 
 @gluon.jit
-def across(numbers, at, WHICH: gl.constexpr, layout: gl.constexpr):
-    return numbers[WHICH].index(at).load(gl.SliceLayout(0, layout))
+def across(numbers, at, WHICH: gl.constexpr, layout: gl.constexpr, APART: gl.constexpr):
+    return row_of(numbers, at, WHICH, APART).load(gl.SliceLayout(0, layout))
 
 
 @gluon.jit
@@ -83,54 +78,66 @@ def by_warps(tile, WARPS: gl.constexpr):
 
 @gluon.jit
 def sums_of(WIDE: gl.constexpr, WARPS: gl.constexpr):
-    """Room for sums, each kind in memory of its own: no barriers come between them; for one number a warp; a token."""
+    """Room for sums, each kind in memory of its own; the last two are of OF_STATES and SHARE."""
     whole: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     steps = gl.allocate_shared_memory(gl.float32, [4, 64], whole)
-    rows = gl.allocate_shared_memory(gl.float32, [WIDE, 64], whole)
+    decays = gl.allocate_shared_memory(gl.float32, [4, 64], whole)
     reads = gl.allocate_shared_memory(gl.float32, [WIDE, 64], whole)
     writes = gl.allocate_shared_memory(gl.float32, [WIDE, 64], whole)
     energies = gl.allocate_shared_memory(gl.float32, [WIDE, 64], whole)
-    states = gl.allocate_shared_memory(gl.float32, [WARPS], LINE)
-    shares = gl.allocate_shared_memory(gl.float32, [64], LINE)
-    return (steps, rows, reads, writes, energies), states, shares
+    states = gl.allocate_shared_memory(gl.float32, [1, WARPS], LINE)
+    share = gl.allocate_shared_memory(gl.float32, [1, 64], LINE)
+    return steps, decays, reads, writes, energies, states, share
 
 
 @gluon.jit
-def put_sums(room, WHICH: gl.constexpr, sums):
-    """Keeps what `by_warps` made."""
-    place = room[WHICH]
-    if sums.shape[1] != 64:
-        place = place.permute((1, 0))
-    place.store(sums)
+def _place(room, WHICH: gl.constexpr):
+    return room[WHICH // 4 if WHICH < OF_READS else WHICH // 2 - 2]
 
 
 @gluon.jit
-def total_of(room, WHICH: gl.constexpr, COUNT: gl.constexpr, layout: gl.constexpr):
+def put_sums(room, WHICH: gl.constexpr, sums, APART: gl.constexpr):
+    """Keeps what `by_warps` made. APART: in what `sums_of` made, else in any one memory."""
+    WARPS: gl.constexpr = sums.shape[1]
+    if APART:
+        place = _place(room, WHICH)
+        if WARPS != 64:
+            place = place.permute((1, 0))
+        place.store(sums)
+    elif WARPS == 64:
+        view = room._reinterpret(gl.float32, [8, 4, 64], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+        view.index(WHICH // 4).store(sums)
+    else:
+        view = room._reinterpret(gl.float32, [32 // WARPS, WARPS, 64], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+        view.index(WHICH // WARPS).permute((1, 0)).store(sums)
+
+
+@gluon.jit
+def total_of(room, WHICH: gl.constexpr, COUNT: gl.constexpr, layout: gl.constexpr, APART: gl.constexpr):
     """What they add up to, once all warps have met."""
-    lines = room[WHICH]._reinterpret(gl.float32, [COUNT, 64], LINE)
-    total = lines.index(0).load(layout)
+    AT: gl.constexpr = 0 if APART else WHICH
+    if APART:
+        lines = _place(room, WHICH)._reinterpret(gl.float32, [COUNT, 64], LINE)
+    else:
+        lines = room._reinterpret(gl.float32, [32, 64], LINE)
+    total = lines.index(AT).load(layout)
     for warp in gl.static_range(1, COUNT):
-        total += lines.index(warp).load(layout)
+        total += lines.index(AT + warp).load(layout)
     return total
 
 
 @gluon.jit
-def _add(a, b):
-    return a + b
-
-
-@gluon.jit
-def decays_of(room, numbers, at, g_last, BEFORE: gl.constexpr, WIDE: gl.constexpr, layout: gl.constexpr):
-    """Gradients of steps and of log-decays, but for what all of the chunk leaves of its first state."""
-    d_w = total_of(room, OF_STEPS, 4, layout)
-    read = total_of(room, OF_ROWS, WIDE, layout) + total_of(room, OF_READS, WIDE, layout)
-    met = total_of(room, OF_WRITES, WIDE, layout) * gl.exp2(g_last - numbers[DECAY].index(at).load(layout))
-    step = numbers[STEP].index(at).load(layout)
-    from_on = gl.associative_scan(read - step * d_w, 0, _add, reverse=True)
-    if BEFORE:
-        from_on -= read
-    written = step * met
-    return d_w + met, from_on + (gl.associative_scan(written, 0, _add) - written)
+def steps_and_energies(
+    room, numbers, at, g_last, WIDE: gl.constexpr, ENERGY: gl.constexpr, layout: gl.constexpr, APART: gl.constexpr,
+):  # fmt: skip
+    """Gradients of steps, and energies if asked for, once all warps have met."""
+    met = total_of(room, OF_WRITES, WIDE, layout, APART)
+    met *= gl.exp2(g_last - row_of(numbers, at, DECAY, APART).load(layout))
+    d_w = total_of(room, OF_STEPS, 4, layout, APART) + met
+    energy = d_w
+    if ENERGY:
+        energy = total_of(room, OF_ENERGY, WIDE, layout, APART)
+    return d_w, energy
 
 
 @gluon.jit
@@ -143,13 +150,13 @@ def distance_in(layout: gl.constexpr):
 
 
 @gluon.jit
-def views(features, values, begins, room, scores, stage, K: gl.constexpr, V: gl.constexpr):
+def views(tiles, key_tile, value_tile, state_ring, room, scores, stage, K: gl.constexpr, V: gl.constexpr):
     """Tiles of q, x, y, dO, S, dS, P and dP, as found from here on: what was found before need not be remembered."""
-    q = features[0].index(nil() + stage).reshape([64, K])
-    x = features[1].index(nil() + stage).reshape([64, K])
-    do = values[0].index(nil() + stage).reshape([64, V])
-    y = values[1].index(nil() + stage).reshape([64, V])
-    return q, x, y, do, begins[0].index(nil()), room.index(nil()), scores.index(nil()), scores.index(nil() + 1)
+    q = tiles[0].index(nil() + stage).reshape([64, K])
+    x = key_tile[0].index(nil() + stage).reshape([64, K])
+    y = value_tile[0].index(nil()).reshape([64, V])
+    do = tiles[1].index(nil() + stage).reshape([64, V])
+    return q, x, y, do, state_ring[0].index(nil()), room.index(nil()), scores.index(nil()), scores.index(nil() + 1)
 
 
 @gluon.jit
@@ -169,7 +176,7 @@ def head_offsets(seg, h, H: gl.constexpr, K: gl.constexpr, V: gl.constexpr, layo
 
 @gluon.jit
 def load_gates(beta, lam, at, i, high, first, h, H: gl.constexpr, SHIFT: gl.constexpr, RAW: gl.constexpr):
-    """What `of_gates` needs of a chunk."""
+    """What `put_gates` needs of a chunk, long before it does: behind all products nobody is left to wait with."""
     pair = (i < high) & (at + i >= SHIFT)
     gain = pair
     ridge = pair
@@ -180,11 +187,11 @@ def load_gates(beta, lam, at, i, high, first, h, H: gl.constexpr, SHIFT: gl.cons
 
 
 @gluon.jit
-def of_gates(
-    given, d_w, d_log, energy, eps, floor,
-    RAW: gl.constexpr, SCALED: gl.constexpr, DIRECT: gl.constexpr, LIVE: gl.constexpr,
+def put_gates(
+    given, d_beta, d_lam, i, high, first, h, d_w, d_log, energy, eps, floor,
+    H: gl.constexpr, RAW: gl.constexpr, SCALED: gl.constexpr, DIRECT: gl.constexpr, LIVE: gl.constexpr,
 ):  # fmt: skip
-    """Gradients of beta, lam and the energy."""
+    """Writes the gradients of beta and lam; returns that of the energy."""
     pair, gain, ridge = given
     if RAW:
         d_gain = gl.where(pair, d_w, 0.0)
@@ -192,16 +199,11 @@ def of_gates(
         share = gl.where(pair, 0.0, 0.0)  # not used
     else:
         d_gain, d_ridge, share = step_gradient(d_w, d_log, energy, gain, ridge, pair, eps, floor, SCALED, DIRECT, LIVE)
-    return d_gain, d_ridge, share
-
-
-@gluon.jit
-def put_gates(d_beta, d_lam, d_gain, d_ridge, i, high, first, h, H: gl.constexpr):
-    """Writes the gradients of beta and lam."""
     if d_beta is not None:
         gl.store(d_beta + first * H + h + i * H, d_gain, mask=i < high)
     if d_lam is not None:
         gl.store(d_lam + first * H + h + i * H, d_ridge, mask=i < high)
+    return share
 
 
 @gluon.jit

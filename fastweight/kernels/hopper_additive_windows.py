@@ -116,7 +116,7 @@ def window_up_to(values, row, WINDOW: gl.constexpr):
     """The same up to each row; what lies before the first is 0."""
     total = values
     for by in gl.static_range(1, WINDOW):
-        total += gl.where(row >= by, _ago(values, row, by), 0.0)
+        total += gl.where(row >= by, gl.gather(values, gl.maximum(row - by, 0), 0), 0.0)
     return total
 
 
@@ -127,30 +127,19 @@ def pairs_of(row, at, WINDOW: gl.constexpr, SHIFT: gl.constexpr):
 
 
 @gluon.jit
-def load_steps(weight, decay, first, end, row):
-    """w and G of a chunk's steps, of which there are `end`."""
-    w = gl.load(weight + first + row, mask=row < end, other=0.0)
-    return w, gl.load(decay + first + gl.minimum(row, end - 1))
-
-
-@gluon.jit
-def _ago(values, row, by: gl.constexpr):
-    """values[row - by]; of rows that have none, the first."""
-    return gl.gather(values, gl.maximum(row - by, 0), 0)
-
-
-@gluon.jit
-def of_steps(beside, met, its, end, row, WINDOW: gl.constexpr, BEFORE: gl.constexpr, num_warps: gl.constexpr):
-    """Gradients of w, and what those of log-decays have inside windows, from A (`met`) and the diagonals.
-
-    its: of `load_steps`.
-    """
+def of_steps(
+    beside, met, weight, decay, line, at, high, row, WINDOW: gl.constexpr, BEFORE: gl.constexpr,
+    num_warps: gl.constexpr,
+):  # fmt: skip
+    """Gradients of w, and what those of log-decays have inside windows, from A (`met`) and the diagonals."""
     LAG: gl.constexpr = 1 if BEFORE else 0
     each: gl.constexpr = gl.BlockedLayout([1, 2, 4], [1, 32, 1], [1, num_warps, 1], [2, 1, 0])
     by_row: gl.constexpr = gl.SliceLayout(0, each)
     parts = gl.sum(beside.load(each), axis=0)
     right = _columns_right(gl.arange(0, 64, layout=gl.SliceLayout(1, by_row)), by_row, BEFORE)
-    w, g = its
+    start = decay + line + at
+    end = gl.minimum(high, 65 - WINDOW)
+    g = gl.load(start + gl.minimum(row, end - 1))
     d_w = met
     apart = ()
     for m in gl.static_range(WINDOW):
@@ -163,9 +152,12 @@ def of_steps(beside, met, its, end, row, WINDOW: gl.constexpr, BEFORE: gl.conste
         if m == 0:
             d_w = term
         else:
-            term *= gl.exp2(g - _ago(g, row, m))
+            step = row - m
+            term *= gl.exp2(g - gl.load(start + gl.minimum(gl.maximum(step, 0), end - 1)))
             d_w += _ahead(term, row, m)
-            apart = apart + (term * gl.where(row >= m, _ago(w, row, m), 0.0),)  # noqa: RUF005
+            apart = apart + (  # noqa: RUF005
+                term * gl.load(weight + line + at + step, mask=(step >= 0) & (step < end), other=0.0),
+            )
     d_log = met * 0
     for i in gl.static_range(WINDOW - 1):
         faded = apart[i]
@@ -183,37 +175,18 @@ def _rows_at(base, i, col, H: gl.constexpr, W: gl.constexpr):
 
 
 @gluon.jit
-def _last_rows(pointer, at, shift, first, h, H: gl.constexpr, W: gl.constexpr, WINDOW: gl.constexpr,
-               num_warps: gl.constexpr):  # fmt: skip
-    """Numbers of a chunk's last eight pairs [8], and addresses of their gradients [8, W]."""
-    few: gl.constexpr = gl.BlockedLayout([1, 4], [128 // W, W // 4], [num_warps, 1], [1, 0])
-    i = nil() + gl.arange(56, 64, layout=gl.SliceLayout(1, few))
-    col = gl.arange(0, W, layout=gl.SliceLayout(0, few))
-    base = pointer + (first + at - (WINDOW - 1) - shift) * (H * W) + h * W
-    return i, base + (i[:, None] * (H * W) + col[None, :])
-
-
-@gluon.jit
-def left_behind(
-    pointer, at, shift, first, h, c, H: gl.constexpr, W: gl.constexpr, WINDOW: gl.constexpr, num_warps: gl.constexpr,
-):  # fmt: skip
-    """What the chunk behind has left [8, W] for the pairs that it shares with this one, long before `leave` adds it."""
-    i, address = _last_rows(pointer, at, shift, first, h, H, W, WINDOW, num_warps)
-    return gl.load(address, mask=((i >= 65 - WINDOW) & (c > 0))[:, None], other=0.0)
-
-
-@gluon.jit
 def leave(
-    pointer, more, stage, at, shift, first, h, high, c, count, halo, piece,
+    pointer, stage, at, shift, first, h, high, c, count, halo, piece,
     H: gl.constexpr, W: gl.constexpr, WINDOW: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Writes the gradient [64, W] of a chunk's pairs to the tokens `shift` before them.
 
     at: of the chunk's first step in its sequence; first: of the sequence in all tokens; high: how many steps there are;
-    c: how many chunks of this program came before it, of `count`; more: what the last of them left behind.
+    c: how many chunks of this program came before it, of `count`.
     """
     HALO: gl.constexpr = WINDOW - 1
     line: gl.constexpr = gl.BlockedLayout([1, 8], [256 // W, W // 8], [num_warps, 1], [1, 0])
+    few: gl.constexpr = gl.BlockedLayout([1, 4], [128 // W, W // 4], [num_warps, 1], [1, 0])
     tile = stage.load(line)
     i = gl.arange(0, 64, layout=gl.SliceLayout(1, line))
     col = gl.arange(0, W, layout=gl.SliceLayout(0, line))
@@ -225,8 +198,11 @@ def leave(
         there = halo + (piece.to(gl.int64) * (SHARED_ROWS * H) + h) * W
         gl.store(_rows_at(there, i, col, H, W), tile, mask=(i < HALO)[:, None])
     if c > 0:
-        i8, at8 = _last_rows(pointer, at, shift, first, h, H, W, WINDOW, num_warps)
-        gl.store(at8, stage.slice(56, 8, 0).load(more.type.layout) + more, mask=(i8 >= own)[:, None])
+        i8 = nil() + gl.arange(56, 64, layout=gl.SliceLayout(1, few))
+        col8 = gl.arange(0, W, layout=gl.SliceLayout(0, few))
+        at8 = base + (i8[:, None] * (H * W) + col8[None, :])
+        more = gl.load(at8, mask=(i8 >= 64 - HALO)[:, None], other=0.0)
+        gl.store(at8, stage.slice(56, 8, 0).load(few) + more, mask=(i8 >= own)[:, None])
     gl.store(_rows_at(base, i, col, H, W), tile, mask=((i >= own) & (i < own_end))[:, None])
 
 

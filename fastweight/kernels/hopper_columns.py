@@ -35,7 +35,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from fastweight.kernels.columns import LEAST, quick_log
 from fastweight.kernels.gates import load_head, step_sizes
-from fastweight.kernels.hopper_additive_sums import energies_of
 from fastweight.kernels.hopper_parts import ACC, FLAT, LEFT, LINE, SHARED, apart, nil
 from fastweight.kernels.hopper_walk import fetch, keep_barriers, rings_of, span, state_offsets, whose
 
@@ -109,7 +108,9 @@ def _put_numbers(
 ):  # fmt: skip
     """What each token has for all columns, from its key; returns its energy."""
     i = gl.arange(0, 64, layout=gl.SliceLayout(1, KEYS))
-    energy = energies_of(x, KEYS)
+    # By eights, so that a thread adds up several sums at a time.
+    keys = gl.reshape(x.load(KEYS).to(gl.float32), [64, x.shape[1] // 8, 8])
+    energy = gl.convert_layout(gl.sum(gl.sum(keys * keys, axis=2), axis=1), gl.SliceLayout(1, KEYS))
     pair = (i < high) & (at + i >= SHIFT)
     rec, _ridge, _d, rho, _carry, _open, _writes = step_sizes(energy, 1.0, ridge, pair, eps, floor, SCALED, DIRECT)
     numbers.index(REC).store(rec)
@@ -189,12 +190,11 @@ def forward(
         ahead = at + (STAGES - 1) * 64
         coords = (n, ahead - SHIFT, key_at), (n, ahead, value_at), (n, ahead, key_at)
         fetch(descs, rings, bars, (c + STAGES - 1) % STAGES, coords, c + STAGES - 1 < count)
-        # As far before a fence as may be, which waits for what threads load and store; of addresses made anew, here and
-        # below: the loop would remember one for each.
+        # Of addresses made anew, here and below: the loop would remember one for each.
         if energies is not None:
             gl.store(energies + (line + nil()) + at + i, energy, mask=(i < high) & (block == 0))
         ridge = load_head(lam, begin + at + 64, i, h + nil(), H, i < high - 64, 0.0)
-        mbarrier.wait(bars[1].index(s), phase)  # also keeps the assembler from loading later than that
+        mbarrier.wait(bars[1].index(s), phase)  # keeps the assembler from loading later than that
         if READS:
             leaving.index(nil()).permute((1, 0)).store(S.to(dtype))
             p = warpgroup_mma_wait(0, deps=[p])

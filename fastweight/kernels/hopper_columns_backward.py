@@ -14,8 +14,7 @@ which needs no 2^-g: columns_gradient.py follows for it.
 
 One program walks one segment of one head, all columns, with the gradient of the state, transposed, in its accumulators.
 Tiles that have columns are transposed too, so that rows of them are columns (hopper_columns.py); r and m take the
-places of dO and Y in shared memory, and gradients of q and x those of q and x, once all products are done. q and x come
-a chunk ahead.
+places of dO and Y in shared memory, and gradients of q, x and y those of q, x and m, once all products are done.
 
 Traps: as in hopper_additive_backward.py. Ones are float16 for the sums of l; the same bits are 2^-7 in bfloat16. What
 comes out of a chunk that is noted may be NaN.
@@ -24,6 +23,7 @@ comes out of a chunk that is noted may be NaN.
 # pyright: basic, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false, reportReturnType=false
 # pyright: reportOptionalMemberAccess=false, reportAssignmentType=false
+# ruff: noqa: RUF005
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -36,7 +36,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra import libdevice
 
-from fastweight.kernels.hopper_additive_sums import announce, bring, distance_in, put_edges
+from fastweight.kernels.hopper_additive_sums import distance_in, put_edges
 from fastweight.kernels.hopper_columns import (
     NUMBERS,
     REC,
@@ -54,7 +54,9 @@ from fastweight.kernels.hopper_columns import (
 from fastweight.kernels.hopper_parts import LINE, SHARED, nil
 from fastweight.kernels.hopper_walk import fetch, keep_barriers, rings_of, span, whose
 
+STRIPS = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 8, order=[1, 0]))  # an accumulator's rows miss each other's banks
 LEAST_CARRY = gl.constexpr(-8.0)  # log2: what cancels to 1e-7 of what is added may be multiplied by 2^8
+SHARE = gl.constexpr(3)  # row of a chunk's numbers, behind those of hopper_columns.py: the gradient of the energy
 
 
 @gluon.jit
@@ -66,13 +68,13 @@ def _state_offsets(seg, h, H: gl.constexpr, K: gl.constexpr, V: gl.constexpr, la
 
 
 @gluon.jit
-def _views(features, tiles, room, scores, d_scores, stage, K: gl.constexpr, V: gl.constexpr):
+def _views(tiles, key_tile, room, scores, K: gl.constexpr, V: gl.constexpr):
     """Tiles of q, x, y, dO, S, E, P and dP, as found from here on: what was found before need not be remembered."""
-    q = features[0].index(nil() + stage).reshape([64, K])
-    x = features[1].index(nil() + stage).reshape([64, K])
-    y = tiles[0].index(nil()).reshape([64, V])
-    do = tiles[1].index(nil()).reshape([64, V])
-    return q, x, y, do, tiles[2].index(nil()), room.index(nil()), scores.index(nil()), d_scores.index(nil())
+    q = tiles[0].index(nil()).reshape([64, K])
+    x = key_tile[0].index(nil()).reshape([64, K])
+    y = tiles[1].index(nil()).reshape([64, V])
+    do = tiles[2].index(nil()).reshape([64, V])
+    return q, x, y, do, tiles[3].index(nil()), room.index(nil()), scores.index(nil()), scores.index(nil() + 1)
 
 
 @gluon.jit
@@ -103,18 +105,19 @@ def _suffix_sums(terms, ones, none, also, layout: gl.constexpr):
 
 
 @gluon.jit
-def _put_sums(parts, tile, WARPS: gl.constexpr):
-    """Sums of [V, 64] over the rows of each warp."""
-    parts.store(gl.sum(gl.reshape(tile, [WARPS, tile.shape[0] // WARPS, 64]), axis=1))
+def _put_sums(spare, which: gl.constexpr, tile, WARPS: gl.constexpr):
+    """Sums of [V, 64] over the rows of each warp, into memory that is not needed."""
+    parts = spare._reinterpret(gl.float32, [32 // WARPS, WARPS, 64], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    parts.index(which).store(gl.sum(gl.reshape(tile, [WARPS, tile.shape[0] // WARPS, 64]), axis=1))
 
 
 @gluon.jit
-def _added_up(parts, WARPS: gl.constexpr, layout: gl.constexpr):
+def _added_up(spare, which: gl.constexpr, WARPS: gl.constexpr, layout: gl.constexpr):
     """What `_put_sums` of all warps add up to."""
-    lines = parts._reinterpret(gl.float32, [WARPS, 64], LINE)
-    total = lines.index(0).load(layout)
+    lines = spare._reinterpret(gl.float32, [32, 64], LINE)
+    total = lines.index(which * WARPS).load(layout)
     for warp in gl.static_range(1, WARPS):
-        total += lines.index(warp).load(layout)
+        total += lines.index(which * WARPS + warp).load(layout)
     return total
 
 
@@ -147,28 +150,21 @@ def backward(
     slot = (n * chunks + last) * H + h
     key_at = h // (H // KH) * K
 
-    features, feature_bars = rings_of((q_desc, k_desc), 2)
-    descs = (v_desc, d_o_desc, states_desc)
+    descs = (q_desc, v_desc, d_o_desc, states_desc)
     tiles, bars = rings_of(descs, 1)
-    # The gradient of y, and before it 2^-g; w. Registers have no place for these meanwhile.
+    key_tile, key_bar = rings_of((k_desc,), 1)
+    # Gradients of q, x and y, and before them gains and 2^-g; w. Registers have no place for these meanwhile.
+    leaving = gl.allocate_shared_memory(dtype, [2] + d_q_desc.block_shape, d_q_desc.layout)
     s_dy = gl.allocate_shared_memory(dtype, d_v_desc.block_shape, d_v_desc.layout)
     weighed = gl.allocate_shared_memory(dtype, [V, 64], SHARED)
     room = gl.allocate_shared_memory(dtype, [1, V, K], gl.NVMMASharedLayout.get_default_for([V, K], dtype))
-    # Each kind of these in memory of its own: the compiler puts a barrier between threads that write one and read one.
-    scores = gl.allocate_shared_memory(dtype, [1, 64, 64], SHARED)
-    d_scores = gl.allocate_shared_memory(dtype, [1, 64, 64], SHARED)
-    lines: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    forgotten = gl.allocate_shared_memory(gl.float32, [num_warps, 64], lines)
-    gains = gl.allocate_shared_memory(gl.float32, [num_warps, 64], lines)
-    shares = gl.allocate_shared_memory(gl.float32, [64], LINE)
+    scores = gl.allocate_shared_memory(dtype, [2, 64, 64], SHARED)
     numbers = gl.allocate_shared_memory(gl.float32, [2 * NUMBERS, 64], LINE)
     lost = gl.allocate_shared_memory(gl.int32, [num_warps], LINE)
     ones = ones_up_to(pairs)
     at = last * 64
-    fetch((q_desc, k_desc), features, feature_bars, 0, ((n, at, key_at), (n, at - SHIFT, key_at)), count > 0)
-    fetch(descs, tiles, bars, 0, ((n, at, h * V), (n, at, h * V), (slot * K, 0)), count > 0)
-    then = at - 64
-    fetch((q_desc, k_desc), features, feature_bars, 1, ((n, then, key_at), (n, then - SHIFT, key_at)), count > 1)
+    fetch(descs, tiles, bars, 0, ((n, at, key_at), (n, at, h * V), (n, at, h * V), (slot * K, 0)), count > 0)
+    fetch((k_desc,), key_tile, key_bar, 0, ((n, at - SHIFT, key_at),), count > 0)
     fence_async_shared()
     i = gl.arange(0, 64, layout=flat)
     now = load_token(energies, lam, line, begin, at, i, length - at, h, H, SHIFT)
@@ -185,9 +181,8 @@ def backward(
     gl.thread_barrier()
 
     for c in range(0, count):
-        stage = c & 1
-        q, x, y, do, S, s_E, low_p, low_dp = _views(features, tiles, room, scores, d_scores, stage, K, V)
-        its = stage * NUMBERS
+        q, x, y, do, S, s_E, low_p, low_dp = _views(tiles, key_tile, room, scores, K, V)
+        its = (c & 1) * NUMBERS
         at = (last - c) * 64
         high = length - at
         log_decay = log_decays(gain, along(numbers, its + RHO, tall), floor)
@@ -196,19 +191,14 @@ def backward(
         inside = gl.sum(passed.to(gl.float32), axis=1)
         is_lost = (gl.min(log_decay, axis=1) < LEAST_CARRY) | (total < TAME)
         lost.store(gl.max(gl.reshape(is_lost.to(gl.int32), [num_warps, V // num_warps]), axis=1))
-        phase = (c >> 1) & 1
-        mbarrier.wait(feature_bars[0].index(stage), phase)
-        mbarrier.wait(feature_bars[1].index(stage), phase)
+        # What comes last, x, is waited for as late as may be.
+        mbarrier.wait(bars[0].index(0), c & 1)
+        mbarrier.wait(key_bar[0].index(0), c & 1)
         p = warpgroup_mma(q, x.permute((1, 0)), no_pairs, use_acc=False, is_async=True)
         g = warpgroup_mma(gl.convert_layout(passed, LEFT), ones.index(nil()), none, use_acc=False, is_async=True)
-        ahead = at - 64
-        wanted = (c > 0) & (c + 1 < count)
-        announce((q_desc, k_desc), feature_bars, 1 - stage, wanted)
         tma.store_wait(0)
-        # Behind this barrier the gradients of the chunk behind have left their places.
         gl.thread_barrier()
-        coords = (n, ahead, key_at), (n, ahead - SHIFT, key_at)
-        bring((q_desc, k_desc), features, feature_bars, 1 - stage, coords, wanted)
+        leaving._reinterpret(gl.float32, [V, 64], STRIPS).store(gain)
         is_lost = gl.max(lost.load(gl.BlockedLayout([num_warps], [32], [num_warps], [0])), axis=0)
         here = slot - c * H + nil()
         gl.store(wild + here, is_lost.to(gl.int8))
@@ -216,25 +206,24 @@ def backward(
             gl.store(d_states + _state_offsets(here, 0, 1, K, V, state), dS.to(dtype))
         leaves = gl.convert_layout(gl.exp2(inside), gl.SliceLayout(1, state))
         s_E.store((dS * leaves[:, None]).to(dtype))
-        mbarrier.wait(bars[2].index(0), c & 1)
+        mbarrier.wait(bars[3].index(0), c & 1)
         through = gl.sum(S.permute((1, 0)).load(state).to(gl.float32) * dS, axis=1) * leaves
         dS *= gl.convert_layout(gl.exp2(total), gl.SliceLayout(1, state))[:, None]
         p, g = warpgroup_mma_wait(0, deps=(p, g))
         distance = distance_in(pairs)
         low_p.store(gl.where(distance >= 0, p, 0.0).to(dtype))
+        mbarrier.wait(bars[2].index(0), c & 1)
+        do.permute((1, 0)).store((do.permute((1, 0)).load(tall).to(gl.float32) * gl.exp2(g)).to(dtype))
         mbarrier.wait(bars[1].index(0), c & 1)
-        r = (do.permute((1, 0)).load(tall).to(gl.float32) * gl.exp2(g)).to(dtype)
-        mbarrier.wait(bars[0].index(0), c & 1)
         down = gl.exp2(-g)
         w = (y.permute((1, 0)).load(tall).to(gl.float32) * down).to(dtype)
-        do.permute((1, 0)).store(r)
         weighed.store(w)
         s_dy._reinterpret(dtype, [V, 64], SHARED).store(down.to(dtype))
         y.permute((1, 0)).store((gain * along(numbers, its + REC, tall) * w.to(gl.float32)).to(dtype))
         fence_async_shared()
         # Behind this barrier r, m, E and the scores are there.
         gl.thread_barrier()
-        q, x, y, do, S, s_E, low_p, low_dp = _views(features, tiles, room, scores, d_scores, stage, K, V)
+        q, x, y, do, S, s_E, low_p, low_dp = _views(tiles, key_tile, room, scores, K, V)
         d_p = warpgroup_mma(do, y.permute((1, 0)), no_pairs, use_acc=False, is_async=True)
         d_m = warpgroup_mma(s_E, x.permute((1, 0)), none, use_acc=False, is_async=True)
         reading = warpgroup_mma(S.permute((1, 0)), q.permute((1, 0)), none, use_acc=False, is_async=True)
@@ -247,16 +236,15 @@ def backward(
         d_m = warpgroup_mma(do.permute((1, 0)), low_p, d_m, is_async=True)
         dS = warpgroup_mma(do.permute((1, 0)), q, dS, is_async=True)
         fence_async_shared()
-        # Again: there was no place for them.
-        gain = load_gains(beta, begin + at, h + nil(), column, high, H, V, tall)
         reading, d_m = warpgroup_mma_wait(1, deps=(reading, d_m))
-        q, x, y, do, S, s_E, low_p, low_dp = _views(features, tiles, room, scores, d_scores, stage, K, V)
+        q, x, y, do, S, s_E, low_p, low_dp = _views(tiles, key_tile, room, scores, K, V)
         terms = do.permute((1, 0)).load(tall).to(gl.float32) * reading
         terms -= y.permute((1, 0)).load(tall).to(gl.float32) * d_m
         d_log, dS = _suffix_sums(terms, ones, none, dS, tall)
         d_log = d_log * 128 + base[:, None]
         # Behind this barrier the gradients of the scores are there, and nobody needs the scores.
         gl.thread_barrier()
+        gain = leaving._reinterpret(gl.float32, [V, 64], STRIPS).load(tall)
         down = s_dy._reinterpret(dtype, [V, 64], SHARED).load(tall).to(gl.float32)
         alpha = gain * along(numbers, its + RHO, tall)
         d_alpha = gl.where(alpha < 1 - floor, libdevice.fast_dividef(d_log, alpha - 1), 0.0)
@@ -271,18 +259,17 @@ def backward(
         soon = now
         if c + 1 < count:
             soon = load_token(energies, lam, line, begin, at - 64, i, high + 64, hh, H, SHIFT)
-        _put_sums(forgotten, d_alpha * gain, num_warps)
-        _put_sums(gains, d_gain * gain, num_warps)
-        # As far before a fence as may be, which waits for what threads load and store.
-        if c + 1 < count:
-            gain = load_gains(beta, begin + at - 64, h + nil(), column, high + 64, H, V, tall)
-        q, x, y, do, S, s_E, low_p, low_dp = _views(features, tiles, room, scores, d_scores, stage, K, V)
+        _put_sums(low_p, 0, d_alpha * gain, num_warps)
+        q, x, y, do, S, s_E, low_p, low_dp = _views(tiles, key_tile, room, scores, K, V)
         d_q = warpgroup_mma(do, S.permute((1, 0)), no_tile, use_acc=False, is_async=True)
         d_q = warpgroup_mma(low_dp, x, d_q, is_async=True)
         d_x = warpgroup_mma(y, s_E, no_tile, use_acc=False, is_async=True)
         d_x = warpgroup_mma(low_dp.permute((1, 0)), q, d_x, is_async=True)
-        forgot = _added_up(forgotten, num_warps, flat)
-        gained = _added_up(gains, num_warps, flat)
+        _put_sums(low_p, 1, d_gain * gain, num_warps)
+        forgot = _added_up(low_p, 0, num_warps, flat)
+        gained = _added_up(low_p, 1, num_warps, flat)
+        if c + 1 < count:
+            gain = load_gains(beta, begin + at - 64, h + nil(), column, high + 64, H, V, tall)
         energy, ridge, _pair = now
         rec = numbers.index(its + REC).load(flat)
         d_ridge = rec * forgot
@@ -293,45 +280,35 @@ def backward(
         if SCALED:
             share += d_ridge * ridge
             d_ridge *= energy
+        if d_lam is not None:
+            gl.store(d_lam + (begin + at) * H + (h + nil()) + i * H, d_ridge, mask=i < high)
         if ENERGY:
-            shares.store(share)
+            numbers.index(its + SHARE).store(share)
+        keep_token(numbers, ((c + 1) & 1) * NUMBERS, soon, eps, floor, SCALED, DIRECT)
         d_q, d_x = warpgroup_mma_wait(0, deps=(d_q, d_x))
         # Behind this barrier the products of all warps are done with the tiles.
         gl.thread_barrier()
-        coords = (n, ahead, h * V), (n, ahead, h * V), ((slot - (c + 1) * H) * K, 0)
+        ahead = at - 64
+        coords = (n, ahead, key_at), (n, ahead, h * V), (n, ahead, h * V), ((slot - (c + 1) * H) * K, 0)
         fetch(descs, tiles, bars, 0, coords, c + 1 < count)
         if ENERGY:
-            share = shares.load(gl.SliceLayout(1, tile))
+            share = numbers.index(its + SHARE).load(gl.SliceLayout(1, tile))
             d_x += 2 * share[:, None] * x.load(tile).to(gl.float32)
-        keep_token(numbers, ((c + 1) & 1) * NUMBERS, soon, eps, floor, SCALED, DIRECT)
-        q.store(d_q.to(dtype))
-        x.store(d_x.to(dtype))
+        leaving.index(0).reshape([64, K]).store(d_q.to(dtype))
+        leaving.index(1).reshape([64, K]).store(d_x.to(dtype))
         s_dy.reshape([64, V]).permute((1, 0)).store(packed(d_y))
         fence_async_shared()
         # Behind this barrier every warp is done with x, and the gradients are there.
         gl.thread_barrier()
-        if d_lam is not None:
-            gl.store(d_lam + (begin + at) * H + (h + nil()) + i * H, d_ridge, mask=i < high)
-        tma.async_copy_shared_to_global(d_q_desc, [n, at, h * K], features[0].index(stage))
+        fetch((k_desc,), key_tile, key_bar, 0, ((n, ahead - SHIFT, key_at),), c + 1 < count)
+        tma.async_copy_shared_to_global(d_q_desc, [n, at, h * K], leaving.index(0))
         if at >= SHIFT:
-            tma.async_copy_shared_to_global(d_k_desc, [n, at - SHIFT, h * K], features[1].index(stage))
+            tma.async_copy_shared_to_global(d_k_desc, [n, at - SHIFT, h * K], leaving.index(1))
         tma.async_copy_shared_to_global(d_v_desc, [n, at, h * V], s_dy)
     if SHIFT:
-        put_edges(
-            d_k,
-            features[1].index((count - 1) & 1).reshape([64, K]),
-            n,
-            h,
-            start,
-            count,
-            chunks,
-            length,
-            H,
-            K,
-            num_warps,
-        )
+        put_edges(d_k, leaving.index(1).reshape([64, K]), n, h, start, count, chunks, length, H, K, num_warps)
     tma.store_wait(0)
     if d_state0 is not None:
         gl.store(d_state0 + _state_offsets(seg, h, H, K, V, state), dS)
     keep_barriers(bars)
-    keep_barriers(feature_bars)
+    keep_barriers(key_bar)

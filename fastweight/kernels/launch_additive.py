@@ -116,21 +116,18 @@ def forward(plan, q, k, v, beta, lam, state0, key0, has_key, mask, cu_seqlens, s
     where = Geometry.of(B, T, cu_seqlens, 65 - plan.window)
     o = torch.empty_like(given.v)
     states = v.new_empty(where.slots if save else 0, H, K, V)
+    weight, decay = make_steps(plan, given, where, nonzero=False)
+    steps = weight, decay, fold(plan, where, weight, decay)
     engine, walk = _engine(given, where)
-    weight = torch.empty(H, where.tokens, dtype=torch.float32, device=v.device)
-    steps = weight, torch.empty_like(weight)  # the walk on Hopper fills them
-    if engine is not HOPPER:
-        weight, decay = make_steps(plan, given, where, nonzero=False)
-        steps = weight, decay, fold(plan, where, weight, decay)
     state1 = torch.empty(where.sequences * walk.segments, H, K, V, dtype=torch.float32, device=v.device)
     if walk.segments > 1:
         engine.forward(plan, given, walk, steps, None, None, state1, None)
-        state0 = _join(plan, walk, steps[1], state1, state0, reverse=False)
+        state0 = _join(plan, walk, decay, state1, state0, reverse=False)
     if state1.numel():
         engine.forward(plan, given, walk, steps, state0, o, state1, states if save else None)
     if walk.segments > 1:
         state1 = walk.pieces(state1)[:, -1].contiguous()
-    return o, state1, *steps[:2], states
+    return o, state1, weight, decay, states
 
 
 def _backward_token(plan, given, where, d_o, saved, out, halo) -> None:

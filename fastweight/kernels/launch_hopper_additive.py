@@ -3,7 +3,6 @@
 launch_hopper says which calls they take, `takes_backward` which of these the second.
 """
 
-import os
 from typing import Any
 
 from torch import Tensor
@@ -12,10 +11,8 @@ from fastweight.kernels.geometry import Geometry
 from fastweight.kernels.launch import FEW_PROGRAMS, LEAST_CHUNKS, Gradients, Inputs, Plan, Walk, gate_flags, start
 from fastweight.kernels.launch_hopper import STAGES, WALKING, blocks, descriptor, tiles
 
-ONE_WALK = os.environ.get("FW_ONE_WALK", "1") == "1"
-LATER = os.environ.get("FW_LATER", "1") == "1"
 LONGEST = 5  # window of a backward pass in one walk: hopper_additive_windows.py tells four diagonals apart
-MORE_STAGES = 3  # chunks in shared memory, of walks that hold less of each: in reverse, or without queries
+REVERSE_STAGES = 3  # chunks in shared memory; the walk in reverse holds less of each
 
 
 def walk_of(where: Geometry, given: Inputs) -> Walk:
@@ -42,25 +39,25 @@ def _options(plan: Plan, given: Inputs) -> dict[str, Any]:
 
 
 def forward(
-    plan: Plan, given: Inputs, walk: Walk, steps: tuple[Tensor, ...], state0: Tensor | None,
+    plan: Plan, given: Inputs, walk: Walk, steps: tuple[Tensor, Tensor, Tensor], state0: Tensor | None,
     o: Tensor | None, state1: Tensor, states: Tensor | None,
 ) -> None:  # fmt: skip
     """Fills state1 [pieces, H, K, V], o and chunk states if given; without o, state1 of all pieces but the last.
 
-    steps: begins with weights and log-decays [H, tokens], which it fills, too.
+    steps: weights and log-decays [H, tokens], and the sums of windows.
     """
     from fastweight.kernels import hopper_additive
 
     K = given.q.shape[3]
+    weight, decay, sums = steps
     out = o
     if o is not None and plan.window == 1:
         out = tiles(o, 64)
     start(
         hopper_additive.forward, (_programs(given, _pieces(walk, o is not None)),),
         tiles(given.k, K), tiles(given.q, K), tiles(given.v, 64), out, None if states is None else blocks(states, K),
-        given.beta, given.lam, *steps[:2], None if state0 is None else state0.contiguous(), state1,
-        *walk.arguments[2:], float(plan.eps), float(plan.floor), STAGES=STAGES if o is not None else MORE_STAGES,
-        **gate_flags(plan), **_options(plan, given),
+        weight, decay, sums if plan.window > 1 else None, None if state0 is None else state0.contiguous(), state1,
+        *walk.arguments[2:], SHIFT=int(plan.shift), STAGES=STAGES, **_options(plan, given),
     )  # fmt: skip
 
 
@@ -75,7 +72,7 @@ def backward_state(
     start(
         hopper_additive.backward_state, (_programs(given, _pieces(walk, d_states is not None or not skip)),),
         tiles(given.q, K), tiles(d_o, 64), None if d_states is None else blocks(d_states, K), decay,
-        None if d_end is None else d_end.contiguous(), d_start, *walk.arguments[2:], STAGES=MORE_STAGES,
+        None if d_end is None else d_end.contiguous(), d_start, *walk.arguments[2:], STAGES=REVERSE_STAGES,
         SKIP=skip, **_options(plan, given),
     )  # fmt: skip
 
@@ -83,7 +80,7 @@ def backward_state(
 def takes_backward(plan: Plan, given: Inputs) -> bool:
     """Whether the whole backward pass is one walk: states as wide as high; at width 128 windows are faster in two."""
     K, V = given.q.shape[3], given.v.shape[3]
-    return K == V and (plan.window == 1 or ((K == 64 or ONE_WALK) and plan.window <= LONGEST))
+    return K == V and (plan.window == 1 or (K == 64 and plan.window <= LONGEST))
 
 
 def backward(
@@ -95,6 +92,7 @@ def backward(
 
     weight, decay, sums = steps
     H, K, pieces = given.v.shape[2], given.q.shape[3], _pieces(walk, True)
+    ahead = plan.window > 1 or K == 128  # at width 64 there are two programs at once
     halo, by_hand = (None, None), (None, None, None)  # no pair is in two chunks, and gradients go out by descriptors
     if plan.window > 1:
         shared = pieces if walk.segments > 1 else 0
@@ -107,7 +105,7 @@ def backward(
         *(tiles(tensor, K) for tensor in (out.q, out.k, out.v)), by_hand[0], out.k, by_hand[1], *halo,
         given.beta, given.lam, out.beta, out.lam, weight, decay, by_hand[2],
         None if d_end is None else d_end.contiguous(), d_start, *walk.arguments[2:], float(plan.eps),
-        float(plan.floor), V=K, WINDOW=plan.window, BEFORE=plan.before, LATER=LATER, **given.widths,
+        float(plan.floor), V=K, WINDOW=plan.window, BEFORE=plan.before, AHEAD=ahead, **given.widths,
         **gate_flags(plan), num_warps=K // 16,
     )  # fmt: skip
     if plan.window > 1 and walk.segments > 1:
