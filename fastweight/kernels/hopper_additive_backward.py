@@ -6,8 +6,7 @@ gradient of the state [K, V] in its accumulators, so that no state gradient goes
 the chunk states come from the forward pass.
 
 At width 128 there is one program a multiprocessor, and nobody else to work while it waits for a chunk's tiles. With
-AHEAD (and with a window, where nothing was compared yet) those of q, x and dO come a whole chunk before they are
-needed. The memory for that is where gradients lie before they leave: those of q and y then take the place of the state
+AHEAD, there and with a window, those of q, x and dO come a whole chunk before they are needed. The memory for that is where gradients lie before they leave: those of q and y then take the place of the state
 gradient's 16 bits, once products are done with it, and that of x the place of x. All that is known before the last
 products are done is then made before, too.
 

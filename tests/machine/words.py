@@ -67,9 +67,9 @@ def inline_asm_elementwise(asm: str, constraints: str, args: list[Any], **_: Any
 
 
 @word
-def associative_scan(value: Tile, axis: int, combine: Any, reverse: bool = False) -> Tile:
+def associative_scan(value: Tile, axis: int, combine: Any) -> Tile:
     assert float(combine(tile(2.0), tile(3.0))) == 5, "sums only"
-    return tile(value.flip(axis).cumsum(axis).flip(axis) if reverse else torch.cumsum(value, axis))
+    return tile(torch.cumsum(value, axis))
 
 
 @word
