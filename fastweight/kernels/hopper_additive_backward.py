@@ -6,9 +6,10 @@ gradient of the state [K, V] in its accumulators, so that no state gradient goes
 the chunk states come from the forward pass.
 
 At width 128 there is one program a multiprocessor, and nobody else to work while it waits for a chunk's tiles. With
-AHEAD, there and with a window, those of q, x and dO come a whole chunk before they are needed. The memory for that is where gradients lie before they leave: those of q and y then take the place of the state
-gradient's 16 bits, once products are done with it, and that of x the place of x. All that is known before the last
-products are done is then made before, too.
+AHEAD, there and with a window, those of q, x and dO come a whole chunk before they are needed. The memory for that is
+where gradients lie before they leave: those of q and y then take the place of the state gradient's 16 bits, once
+products are done with it, and that of x the place of x. All that is known before the last products are done is then
+made before, too.
 
 Traps: a TMA store that begins at a negative row is an illegal instruction (a load may), so the gradients of a
 sequence's first shifted keys go by themselves. States have one buffer, into which the next one comes when the chunk has
