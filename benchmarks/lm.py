@@ -295,7 +295,7 @@ def merge(part: Path, whole: Path) -> None:
     """
     given = json.loads(part.read_text())
     known = [place(row) for row in given["rows"]]
-    old = json.loads(whole.read_text()) if whole.is_file() else {"rows": []}
+    old: dict[str, Any] = json.loads(whole.read_text()) if whole.is_file() else {"rows": []}
     rows = [{"commit": old["machine"]["commit"]} | row for row in old["rows"] if place(row) not in known]
     rows += given["rows"]
     whole.parent.mkdir(parents=True, exist_ok=True)
