@@ -82,7 +82,7 @@ def test_interpreted_walks_equal_the_recurrence(name, walks):
 @interpreted
 def test_interpreted_walks_in_pieces(walks, monkeypatch):
     """What is made block by block, a block of every sequence at a time, and the walk back with it; in bfloat16."""
-    monkeypatch.setattr(launch_hopper_windows, "TURN", 1)
+    monkeypatch.setattr(launch_hopper_windows, "TURN", 0.5)  # at width 64 that is a block
     check(case("falcon-3", {"window": 8}, shape=(2, 67, 1, 2, 64, 64), state=True), torch.float32, "cpu")
     check(CASES["two blocks, a state"], torch.bfloat16, "cpu")
     assert walks == [*BEGIN, *["backward_state", *TURN] * 3, *BEGIN, *["backward_state", *TURN] * 2]

@@ -13,8 +13,7 @@ the tensors while the next part is worked on. W is kept by slot, 16 a part, for 
 
 Traps: all parts of a sequence's last block are walked, because what is kept of a block is read whole; past the end rows
 are zeros, and nothing decays. What a turn leaves in shared memory is taken out in the next one and lies until the one
-after that: two turns have room. A fence waits for whatever is on its way, loads too: what a turn loads it asks for
-right behind its own. Reads of shared memory by threads come first in a turn, then what writes to it, or the
+after that: two turns have room. Reads of shared memory by threads come first in a turn, then what writes to it, or the
 compiler would have threads meet more often; at width 128 products begin after that, when few registers are needed.
 """
 
@@ -159,20 +158,26 @@ def decays_of(decay, p, part, size, PART: gl.constexpr, PARTS: gl.constexpr, BEF
 
 
 @gluon.jit
-def whole_state(pointer, slot, half: gl.constexpr, D: gl.constexpr):
-    """64 key columns of a state, transposed; zeros if there is none."""
+def own_place(size: gl.constexpr):
+    """Where what a program has of its own begins, `size` numbers; made anew where it is used, not held for so long."""
+    return (gl.program_id(0) + nil()).to(gl.int64) * size
+
+
+@gluon.jit
+def whole_state(pointer, half: gl.constexpr, D: gl.constexpr):
+    """64 key columns of the program's state, transposed; zeros if there is none."""
     if pointer is None:
         return gl.zeros([D, 64], gl.float32, STATE)
     else:
-        return gl.load(pointer + slot + state_offsets(half, D)).to(gl.float32)
+        return gl.load(pointer + state_offsets(half, D)).to(gl.float32)
 
 
 @gluon.jit
 def state_offsets(half: gl.constexpr, D: gl.constexpr):
-    """Of 64 key columns of a state, made anew where they are used, in 64 bits, which leaves one address to compute."""
+    """Of 64 key columns of a program's state, in 64 bits, which leaves one address to compute."""
     ck = (gl.arange(0, 64, gl.SliceLayout(0, STATE)) + nil()).to(gl.int64) + half * 64
     cv = (gl.arange(0, D, gl.SliceLayout(1, STATE)) + nil()).to(gl.int64)
-    return ck[None, :] * D + cv[:, None]
+    return own_place(D * D) + (ck[None, :] * D + cv[:, None])
 
 
 @gluon.jit
@@ -238,11 +243,10 @@ def forward(
     """
     dtype: gl.constexpr = q.dtype.element_ty
     h = gl.program_id(0) % H
-    n, lead, start, stop, begin, size = segment_span(
+    _n, lead, start, stop, begin, size = segment_span(
         gl.program_id(0) // H, cu, chunk_start, length, chunks, 1, 2**30, PART * PARTS
     )
     kh = h // (H // KH)
-    state_at = (n.to(gl.int64) * H + h) * (D * D)
     decay += h.to(gl.int64) * tokens + begin
     parts = (stop - start) * PARTS
     rings = tile_rings(dtype, D, False)
@@ -256,15 +260,16 @@ def forward(
     for part in gl.static_range(2):
         copy_part(rings, part, part, parts, q, k, v, maps, plane, lead, begin, size, h, kh,
               H, KH, D, WINDOW, PART, PARTS, SHIFT, False)  # fmt: skip
-    S0 = whole_state(state0, state_at, 0, D)
+    S0 = whole_state(state0, 0, D)
     S1 = S0
     if D == 128:
-        S1 = whole_state(state0, state_at, 1, D)
+        S1 = whole_state(state0, 1, D)
     p = gl.arange(0, 32, gl.SliceLayout(0, PAIR)) - 16
     soon = decays_of(decay, p, 0, size, PART, PARTS, BEFORE)
     for part in range(0, parts):
         stage = part % STAGES
         power, before, after = soon
+        soon = decays_of(decay, p, gl.minimum(part + 1, parts - 1), size, PART, PARTS, BEFORE)
         # Behind this barrier this part's tiles are there, what the last turn left is seen, and nobody needs what
         # it read, nor what the turn before it left.
         async_copy.wait_group(1)
@@ -274,7 +279,6 @@ def forward(
         _leave(shelves, o, missed, states, part - 1, begin, size, lead, h, H, D, PART, PARTS)
         copy_part(rings, part + 2, part + 2, parts, q, k, v, maps, plane, lead, begin, size, h, kh,
               H, KH, D, WINDOW, PART, PARTS, SHIFT, False)  # fmt: skip
-        soon = decays_of(decay, p, gl.minimum(part + 1, parts - 1), size, PART, PARTS, BEFORE)
         low0 = S0.to(dtype)
         low1 = S1.to(dtype)
         # F, and beside it Q S.
@@ -320,6 +324,6 @@ def forward(
     gl.thread_barrier()
     _leave(shelves, o, missed, states, parts - 1, begin, size, lead, h, H, D, PART, PARTS)
     if state1 is not None:
-        gl.store(state1 + state_at + state_offsets(0, D), S0)
+        gl.store(state1 + state_offsets(0, D), S0)
         if D == 128:
-            gl.store(state1 + state_at + state_offsets(1, D), S1)
+            gl.store(state1 + state_offsets(1, D), S1)

@@ -24,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from fastweight.kernels.hopper_parts import nil
 from fastweight.kernels.hopper_windows import (
     COPY_16,
     LEFT_ONE,
@@ -35,6 +36,7 @@ from fastweight.kernels.hopper_windows import (
     copy_part,
     decays_of,
     halves,
+    own_place,
     part_number,
     put,
     shelf_of,
@@ -46,6 +48,13 @@ from fastweight.kernels.hopper_windows import (
     write_rows,
 )
 from fastweight.kernels.tiles import segment_span
+
+
+@gluon.jit
+def _places(D: gl.constexpr):
+    """Of dW of 16 pairs, row after row, which lies transposed."""
+    row = gl.arange(0, 16, gl.SliceLayout(0, ONE)) + nil()
+    return own_place(16 * D) + (row[None, :] * D + gl.arange(0, D, gl.SliceLayout(1, ONE))[:, None])
 
 
 @gluon.jit
@@ -84,7 +93,6 @@ def backward_state(
         gl.program_id(0) // H, cu, chunk_start, length, chunks, 1, 2**30, PART * PARTS
     )
     kh = h // (H // KH)
-    state_at = (n.to(gl.int64) * H + h) * (D * D)
     decay += h.to(gl.int64) * tokens + begin
     # Parts low to before `parts`. What is made is numbered by these blocks.
     low = (start + base) * PARTS
@@ -106,22 +114,21 @@ def backward_state(
     for turn in gl.static_range(2):
         copy_part(rings, turn, parts - 1 - turn, parts, q, k, d_o, maps, plane, lead, begin, size, h, kh,
               H, KH, D, WINDOW, PART, PARTS, SHIFT, True)  # fmt: skip
-    S0 = whole_state(d_state1, state_at, 0, D)
+    S0 = whole_state(d_state1, 0, D)
     S1 = S0
     if D == 128:
-        S1 = whole_state(d_state1, state_at, 1, D)
-    shared = (n.to(gl.int64) * H + h) * (16 * D)
-    shared += gl.arange(0, 16, gl.SliceLayout(0, ONE))[None, :] * D + gl.arange(0, D, gl.SliceLayout(1, ONE))[:, None]
+        S1 = whole_state(d_state1, 1, D)
     if handed_in is None:
         handed = gl.zeros([D, 16], dtype, LEFT_ONE)
     else:
-        handed = gl.convert_layout(gl.load(handed_in + shared), LEFT_ONE)
+        handed = gl.convert_layout(gl.load(handed_in + _places(D)), LEFT_ONE)
     p = gl.arange(0, 16, gl.SliceLayout(0, LEFT_ONE))
     soon = decays_of(decay, p, parts - 1, size, PART, PARTS, BEFORE)
     for turn in range(0, parts - low):
         part = parts - 1 - turn
         stage = turn % STAGES
         power, before, after = soon
+        soon = decays_of(decay, p, part - 1, size, PART, PARTS, BEFORE)
         # Behind this barrier: as in `forward`.
         async_copy.wait_group(1)
         fence_async_shared()
@@ -130,7 +137,6 @@ def backward_state(
         _leave(shelves, d_v, lead_in, df, d_states, part + 1, parts, begin, size, begun, h, H, D, WINDOW, PART, PARTS)
         copy_part(rings, turn + 2, part - 2, parts, q, k, d_o, maps, plane, lead, begin, size, h, kh,
               H, KH, D, WINDOW, PART, PARTS, SHIFT, True)  # fmt: skip
-        soon = decays_of(decay, p, part - 1, size, PART, PARTS, BEFORE)
         low0 = S0.to(dtype)
         low1 = S1.to(dtype)
         dz = warpgroup_mma(
@@ -175,8 +181,8 @@ def backward_state(
     gl.thread_barrier()
     _leave(shelves, d_v, lead_in, df, d_states, low, parts, begin, size, begun, h, H, D, WINDOW, PART, PARTS)
     if d_state0 is not None:
-        gl.store(d_state0 + state_at + state_offsets(0, D), S0)
+        gl.store(d_state0 + state_offsets(0, D), S0)
         if D == 128:
-            gl.store(d_state0 + state_at + state_offsets(1, D), S1)
+            gl.store(d_state0 + state_offsets(1, D), S1)
     if handed_out is not None:
-        gl.store(handed_out + shared, gl.convert_layout(handed, ONE))
+        gl.store(handed_out + _places(D), gl.convert_layout(handed, ONE))

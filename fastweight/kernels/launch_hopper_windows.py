@@ -6,7 +6,6 @@ goes on in pieces of the sequences, each followed by what finds gradients of tok
 way takes the room of a piece.
 """
 
-import os
 from typing import Any, NamedTuple
 
 import torch
@@ -32,8 +31,7 @@ DTYPES = (torch.bfloat16,)  # float16 has no range for maps, and float32 no matr
 UNIT = HELD * SIDES  # numbers of one map of a part
 PARTS = 4  # of a block, which so has 64 slots
 ALL = 2**30  # blocks, more than there are
-# Blocks of heads at a time, about: each takes 116 KB while its gradients are found.
-TURN = int(os.environ.get("FW3_TURN", 4000))
+TURN = 4000  # blocks of heads of width 128 at a time, about: each takes 116 KB while its gradients are found
 
 
 def fits(k: Tensor, v: Tensor, key0: Tensor | None, mask: Tensor | None, rebuild: bool) -> bool:
@@ -130,7 +128,7 @@ def _measure(plan, given, where, block, met: Tensor, weight: Tensor, decay: Tens
     flags = {"H": H, "WINDOW": block.window, "PART": block.part, "SHIFT": int(plan.shift)}
     start(
         hopper_windows_measure.meet, grid, given.q, given.k, *met, *place,
-        KH=given.q.shape[2], D=D, num_warps=4, maxnreg=int(os.environ.get('FW3_MEET', 128)), **flags,
+        KH=given.q.shape[2], D=D, num_warps=4, maxnreg=128, **flags,
     )  # fmt: skip
     start(
         hopper_windows_measure.take_facts, grid,
@@ -161,22 +159,22 @@ def backward(
 
     (_B, _T, H, D) = given.v.shape
     kept = Kept.of(flat, given.v, where.slots, block)
-    pieces = pieces_of(where, H)
-    most = max(piece.blocks for piece in pieces)
-    lead, df, wrote = given.v.new_empty(3, most, H, block.parts * HELD, D)
-    carry, handed, shared = out.state0, None, shared_room(where, given, D)
+    pieces = pieces_of(where, H, D)
+    lead, df, wrote = given.v.new_empty(3, most_at_once(where, H, D), H, block.parts * HELD, D)
+    shared = shared_room(where, given, D)
+    d_state, handed, carry = None if d_state1 is None else d_state1.contiguous(), None, None
     if len(pieces) > 1:
-        handed = given.v.new_empty(where.sequences, H, HELD, D)
-        if carry is None:
-            carry = torch.empty(where.sequences, H, D, D, dtype=torch.float32, device=d_o.device)
-    d_state = None if d_state1 is None else d_state1.contiguous()
+        # Zeros rather than none: the walk is compiled for fewer cases, and without a state registers did not suffice.
+        handed = given.v.new_zeros(where.sequences, H, HELD, D)
+        carry = torch.zeros(where.sequences, H, D, D, dtype=torch.float32, device=d_o.device)
+        d_state = carry if d_state is None else d_state
     room = Scratch.of(given.v, max((turn.blocks for piece in pieces for turn in piece.turns), default=0), block)
     own = torch.empty_like(known[0]), torch.empty_like(known[0])
     for piece in pieces:
-        is_first, is_last = piece is pieces[0], piece is pieces[-1]
+        is_last = piece is pieces[-1]
         _walk(
             hopper_windows_backward.backward_state, plan, given, where, block, d_o, known[1], *_plane(kept),
-            d_state, None if is_first else handed, out.v, lead, df, out.states, out.state0 if is_last else carry,
+            d_state, handed, out.v, lead, df, out.states, out.state0 if is_last else carry,
             None if is_last else handed, piece.first, piece.per,
         )  # fmt: skip
         d_state = carry
@@ -202,15 +200,21 @@ class Piece(NamedTuple):
     turns: list[Turn]
 
 
-def pieces_of(where: Geometry, heads: int) -> list[Piece]:
+def pieces_of(where: Geometry, heads: int, width: int) -> list[Piece]:
     """From a batch's last tokens to its first ones; packed sequences, which have different lengths, are one piece."""
+    at_once = TURN * 128 // width
     if where.cu is not None or not where.slots or not heads or where.sequences > 65535:
-        return [Piece(0, ALL, where.slots, turns_of(where, heads, TURN))]
-    number = max(1, min(where.chunks, round(where.slots * heads / TURN)))
+        return [Piece(0, ALL, where.slots, turns_of(where, heads, at_once))]
+    number = max(1, min(where.chunks, round(where.slots * heads / at_once)))
     per = -(-where.chunks // number)
     counts = {first: min(per, where.chunks - first) for first in range(0, where.chunks, per)}
     blocks = {first: where.sequences * count for first, count in counts.items()}
     return [Piece(first, counts[first], blocks[first], [Turn(0, blocks[first])]) for first in reversed(counts)]
+
+
+def most_at_once(where: Geometry, heads: int, width: int) -> int:
+    """Blocks of the largest piece."""
+    return max(piece.blocks for piece in pieces_of(where, heads, width))
 
 
 class Scratch(NamedTuple):
@@ -255,7 +259,7 @@ def _tokens(
         hopper_windows_inside.inside, (number * H * PARTS, 1, sequences),
         given.v, d_o, kept.missed, lead, kept.maps[0], *met, weight, decay, *room.rows, wrote, room.d_gram,
         room.d_reads, *own, *place,
-        maxnreg=int(os.environ.get('FW3_INSIDE', 128)), **flags,
+        maxnreg=128, **flags,
     )  # fmt: skip
     start(
         hopper_windows_tokens.gradients, (number * H, 1, sequences),

@@ -240,7 +240,7 @@ def backward(plan, d_o, d_state1, q, k, v, beta, lam, key0, has_key, mask, cu_se
     where = Geometry.of(B, T, cu_seqlens, block.tokens)
     d_o = d_o.contiguous()
     decay = known[1]
-    at_once = max(piece.blocks for piece in launch_hopper_windows.pieces_of(where, H)) if block.on_hopper else None
+    at_once = launch_hopper_windows.most_at_once(where, H, V) if block.on_hopper else None
     out = Gradients(given, where, want_state, at_once)
     if block.on_hopper:
         given, d_o = launch_hopper_windows.aligned(given, d_o)
