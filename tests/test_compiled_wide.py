@@ -20,7 +20,7 @@ HOSTS = [importlib.import_module(f"fastweight.kernels.{path.stem}") for path in 
 @pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter has no machine code")
 @pytest.mark.parametrize("surroundings", [{"mask": True}, {"cuts": (0, 1, 1, 70, 150)}], ids=["mask", "cuts"])
-@pytest.mark.parametrize("rule", ["falcon-1", "falcon-1a", "falcon-2a"])
+@pytest.mark.parametrize("rule", ["falcon-1", "falcon-1a"])
 def test_wide_float32_fits(rule, surroundings, monkeypatch):
     """With a carried key: products hold what is put together of two loads in shared memory, once for each use."""
     monkeypatch.setattr(dispatch, "_machine_reason", lambda device: None)

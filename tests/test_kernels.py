@@ -234,6 +234,9 @@ def test_reasons_name_what_is_missing(monkeypatch):
     assert "beta" in dispatch.supported(q, q, q, double[..., 0], None, fw.RULES["falcon-1"])
     wide = torch.zeros(1, 2, 1, 300)
     assert "300" in dispatch.supported(wide, wide, q, None, None, fw.RULES["falcon-1"])
+    wide = torch.zeros(1, 2, 1, 136)
+    assert "widths of 128" in dispatch.supported(wide, wide, wide, wide, None, fw.RULES["falcon-2a"])
+    assert "widths" not in str(dispatch.supported(wide, wide, wide, wide, None, fw.RULES["falcon-2"]))
     half = q.half()
     assert "float16" in dispatch.supported(half, half, half, None, None, fw.RULES["falcon-1"])
     with pytest.raises(ValueError, match="backend"):

@@ -23,6 +23,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WIDEST = 256
 LONGEST_WINDOW = 8
 NARROWEST_HALF = 48
+WIDEST_COLUMNS = 128  # in float32
 
 
 def supported(
@@ -44,7 +45,7 @@ def supported(
     return (
         _rule_reason(rule, log_decay, mask)
         or _tensor_reason(q, k, v, rule)
-        or _gate_reason(v, {"beta": beta, "lam": lam, "log_decay": log_decay, "S": S, "key": key})
+        or _gate_reason(k, v, rule, {"beta": beta, "lam": lam, "log_decay": log_decay, "S": S, "key": key})
         or _machine_reason(v.device)
     )
 
@@ -111,11 +112,19 @@ def _width_reason(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     return None
 
 
-def _gate_reason(v: Tensor, given: dict[str, Tensor | None]) -> str | None:
+def _gate_reason(k: Tensor, v: Tensor, rule: Any, given: dict[str, Tensor | None]) -> str | None:
     # A beta per head makes all columns equal, whatever the rule: that is the scalar kernels' case.
     beta = given["beta"]
-    if beta is not None and beta.ndim == 4 and given["log_decay"] is not None:
-        return "no kernel for a gain per value column with given log-decays"
+    if beta is not None and beta.ndim == 4:
+        if given["log_decay"] is not None:
+            return "no kernel for a gain per value column with given log-decays"
+        if (
+            rule.objective != "regression"
+            and v.dtype == torch.float32
+            and max(k.shape[-1], v.shape[-1]) > WIDEST_COLUMNS
+        ):
+            # Triton 3.6 makes a kernel of it that reads memory which is not there.
+            return f"a gain per value column of inner-product writes takes float32 up to widths of {WIDEST_COLUMNS}"
     return _dtype_reason(v, given)
 
 
