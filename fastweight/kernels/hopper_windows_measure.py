@@ -18,7 +18,7 @@ from fastweight.kernels.gates import load_head, step_log_decay, step_sizes
 from fastweight.kernels.hopper_parts import HALF, SHARED, WHOLE, arrive, copy_rows, product, rows
 from fastweight.kernels.hopper_windows_inside import FOLDS
 from fastweight.kernels.tiles import chunk_span
-from fastweight.kernels.windows_maps import CARRY, COUNT, ENERGY, VECTOR, top_eigenvector
+from fastweight.kernels.windows_maps import store_facts, top_eigenvector
 
 LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
 
@@ -102,9 +102,4 @@ def take_facts(
     log_decay = gl.where(writes, step_log_decay(alpha, carry, floor), 0.0)
     gl.store(weight + line + t, eta / count, mask=own)
     gl.store(decay + line + t, gl.associative_scan(log_decay, 0, _add), mask=own)
-    shelf = facts + h.to(gl.int64) * (tokens * (VECTOR + WINDOW)) + first + t
-    gl.store(shelf + ENERGY * tokens, energy, mask=own)
-    gl.store(shelf + COUNT * tokens, count, mask=own)
-    gl.store(shelf + CARRY * tokens, gl.where(writes, carry, 1.0), mask=own)
-    for a in gl.static_range(WINDOW):
-        gl.store(shelf + (VECTOR + a) * tokens, vector[a], mask=own)
+    store_facts(facts, h, tokens, first, t, own, energy, count, gl.where(writes, carry, 1.0), vector, WINDOW)

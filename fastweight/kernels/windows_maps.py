@@ -125,6 +125,17 @@ def top_eigenvector(m, R: tl.constexpr):
     return value * total, unit
 
 
+@triton.jit
+def store_facts(facts, h, tokens, first, t, own, energy, count, carry, vector, WINDOW: tl.constexpr):
+    """What a token's window amounts to, at its places: energy, pairs, what is carried, and the top eigenvector."""
+    shelf = facts + h.to(tl.int64) * (tokens * (VECTOR + WINDOW)) + first + t
+    tl.store(shelf + ENERGY * tokens, energy, mask=own)
+    tl.store(shelf + COUNT * tokens, count, mask=own)
+    tl.store(shelf + CARRY * tokens, carry, mask=own)
+    for a in tl.static_range(WINDOW):
+        tl.store(shelf + (VECTOR + a) * tokens, vector[a], mask=own)
+
+
 @triton.jit(do_not_specialize=["base", "length", "chunks", "tokens"])
 def measure(
     q, k, beta, lam, key0, has_key, unmasked, gram, reads, weight, decay, facts,
@@ -175,9 +186,4 @@ def measure(
         tl.store(
             decay + line + t, tl.cumsum(tl.where(writes, step_log_decay(alpha, carry, floor), 0.0), axis=0), mask=own
         )
-        shelf = facts + h.to(tl.int64) * (tokens * (VECTOR + WINDOW)) + first + t
-        tl.store(shelf + ENERGY * tokens, energy, mask=own)
-        tl.store(shelf + COUNT * tokens, count, mask=own)
-        tl.store(shelf + CARRY * tokens, tl.where(writes, carry, 1.0), mask=own)
-        for a in tl.static_range(WINDOW):
-            tl.store(shelf + (VECTOR + a) * tokens, vector[a], mask=own)
+        store_facts(facts, h, tokens, first, t, own, energy, count, tl.where(writes, carry, 1.0), vector, WINDOW)
