@@ -14,7 +14,7 @@ import torch
 import triton
 from torch import Tensor
 
-from fastweight.kernels import launch_hopper_gradient, solve_columns, solve_columns_gradient
+from fastweight.kernels import launch_hopper, launch_hopper_gradient, solve_columns, solve_columns_gradient
 from fastweight.kernels.geometry import Geometry
 from fastweight.kernels.launch import (
     FEW_PROGRAMS,
@@ -28,7 +28,6 @@ from fastweight.kernels.launch import (
     tables,
     wide,
 )
-from fastweight.kernels.launch_hopper import descriptor
 
 UNKNOWN_ONE = 1  # what the kernels must not know to be 1 (solve_columns.py)
 
@@ -159,18 +158,13 @@ def backward_mild(plan, where, given, d_o, d_end, saved, out: Gradients) -> Tens
     _walk(kernels, plan, given, where, d_o, energies, d_end, out.states, out.state0, out.v, kept, wild)
     start(
         hopper_scaled_columns_gradient.backward_token, (where.slots * H,),
-        given.q, given.k, d_o, given.beta, given.lam, *given[5:], energies, residual, state_columns(states),
-        state_columns(out.states), kept, wild, out.q, out.k, out.v, out.beta, out.lam, out.key0, *tables(where),
+        given.q, given.k, d_o, given.beta, given.lam, *given[5:], energies, residual,
+        launch_hopper.blocks(states, D), launch_hopper.blocks(out.states, D), kept, wild, out.q, out.k, out.v, out.beta,
+        out.lam, out.key0, *tables(where),
         float(plan.eps), float(plan.floor), H=H, KH=given.q.shape[2], D=D, SHIFT=int(plan.shift), SCALED=plan.scaled,
         DIRECT=plan.direct, BEFORE=plan.before, num_warps=4,
     )  # fmt: skip
     return wild
-
-
-def state_columns(states: Tensor) -> Any:
-    """Descriptor of 64 value columns of chunk states [chunks, H, K, V]."""
-    K, V = states.shape[-2:]
-    return descriptor(states, [states.numel() // V, V], [V, 1], [K, 64])
 
 
 def backward_chunk(where, given, common, saved, out: Gradients, wild, blocks: int, steps, named) -> None:
