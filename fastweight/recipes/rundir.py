@@ -37,6 +37,7 @@ FREE_SETTINGS = (
     "run.task.data",  # the fingerprint of what is in it counts, not where it lies
     "run.task.validation_sequences",
     "run.engine.workers",
+    "run.engine.graphs",  # the same kernels on the same numbers
     "run.engine.report",
 )
 

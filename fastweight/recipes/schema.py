@@ -160,6 +160,7 @@ class Engine:
 
     Fields:
         compile: torch.compile of the blocks.
+        graphs: forward and backward of a step as one CUDA graph, for models so small that a GPU waits for the host.
         gradient_checkpointing: compute activations twice instead of keeping them.
         parallel: "ddp" or "fsdp2" when torchrun starts several processes; one process needs neither.
         context_parallel: processes that share each sequence, a part each, for text too long for one device.
@@ -169,6 +170,7 @@ class Engine:
     """
 
     compile: bool = False
+    graphs: bool = False
     gradient_checkpointing: bool = False
     parallel: Literal["ddp", "fsdp2"] = "ddp"
     context_parallel: int = 1

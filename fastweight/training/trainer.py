@@ -30,6 +30,7 @@ from fastweight.recipes import Optimizer, Run, rundir, to_dict
 from fastweight.training.arguments import micro_batches_of, report_of, training_arguments
 from fastweight.training.callbacks import Clock, CompleteCheckpoints, Metrics, ProgressBar, Stops, Validation
 from fastweight.training.context import groups_of, ranks_of, shared
+from fastweight.training.graphs import RecordedStep, check_recordable
 from fastweight.training.groups import parameter_groups
 from fastweight.training.material import Material, material_of
 from fastweight.training.model import build_model, config_of
@@ -37,11 +38,16 @@ from fastweight.training.throughput import Meter, peak_flops
 
 
 class RunTrainer(Trainer):
-    """Trainer with the groups of groups.py, rates in its logs, and knowledge that a tied matrix is stored once."""
+    """Trainer with the groups of groups.py, rates in its logs, and knowledge that a tied matrix is stored once.
 
-    def __init__(self, *args: Any, settings: Optimizer, meter: Meter, **kwargs: Any) -> None:
+    With `graphs` forward and backward of a step are a CUDA graph.
+    """
+
+    def __init__(self, *args: Any, settings: Optimizer, meter: Meter, graphs: bool = False, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.settings, self.meter = settings, meter
+        model: Any = self.model
+        self.recorded = RecordedStep(model.parameters()) if graphs else None
         handler: Any = self.accelerator.ddp_handler
         handler.gradient_as_bucket_view = True  # gradients live in what is sent, not beside it
 
@@ -58,9 +64,15 @@ class RunTrainer(Trainer):
             return self.accelerator.autocast()
         return super().autocast_smart_context_manager(*args, **kwargs)
 
-    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None, **kwargs: Any) -> torch.Tensor:
         self.meter.tokens += inputs["input_ids"].numel()
-        return super().training_step(model, inputs, *args, **kwargs)
+        step = super().training_step
+        if self.recorded is None:
+            return step(model, inputs, num_items_in_batch, **kwargs)
+        inputs = self._prepare_inputs(inputs)
+        return self.recorded(
+            inputs, num_items_in_batch, lambda inputs, count: step(model, dict(inputs), count, **kwargs)
+        )
 
     def floating_point_ops(self, inputs: Any) -> int:
         return 6 * inputs["input_ids"].numel() * self._num_weights
@@ -114,6 +126,7 @@ def train(
     console, processes = console or Console(stderr=True), int(os.environ.get("WORLD_SIZE", "1"))
     last = min(run.training.steps, max_steps or run.training.steps)
     groups = groups_of(run, processes)
+    check_recordable(run, processes)
     accumulation, material = micro_batches_of(run, groups) // groups, shared(material_of(run), run)
     record = {"run": to_dict(run), "processes": processes, "data": material.source}
     start = _starting_point(run_dir, record, allow_changes, console)
@@ -156,6 +169,7 @@ def build_trainer(
         callbacks=[Stops(last or run.training.steps), metrics, CompleteCheckpoints(), Clock(meter)],
         settings=run.optimizer,
         meter=meter,
+        graphs=run.engine.graphs,
     )
     trainer.add_callback(Validation(material.validate, run.training.validate_every, metrics, meter, trainer.log))
     assert trainer.model_accepts_loss_kwargs, "the model must normalise its loss by num_items_in_batch"
