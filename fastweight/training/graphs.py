@@ -79,9 +79,11 @@ class RecordedStep:
         if self.graph is None:
             self._record(inputs, count, step)
         self._take(inputs, count)
-        assert self.graph is not None and self.loss is not None
-        self.graph.replay()
-        return self.loss.clone()  # the next call writes over it
+        graph, loss = self.graph, self.loss
+        assert graph is not None
+        assert loss is not None
+        graph.replay()
+        return loss.clone()  # the next call writes over it
 
     def _warm(self, inputs: Inputs, count: Tensor | None, step: Step) -> Tensor:
         self.side.wait_stream(torch.cuda.current_stream())
