@@ -61,7 +61,8 @@ def test_every_arm_of_every_study_builds_and_arms_differ_in_what_they_say(name):
     assert study.against in study.arms
     runs = [study.run(arm, 0) for arm in study.arms]
     told = {
-        json.dumps([config_of(run).to_dict(), str(run.optimizer), str(run.training)], sort_keys=True) for run in runs
+        json.dumps([config_of(run).to_dict(), str(run.task), str(run.optimizer), str(run.training)], sort_keys=True)
+        for run in runs
     }
     assert len(told) == len(study.arms)
     assert {study.run(arm, 3).training.seed for arm in study.arms} == {3}
@@ -71,7 +72,7 @@ def test_the_cells_of_pairing_and_timing_are_all_four_and_nothing_else_differs()
     for rule in ("falcon-1", "falcon-1a", "falcon-3a"):
         study = load_study(f"pairing-{rule}")
         models = [study.run(arm, 0).model for arm in study.arms]
-        defaults = load_recipe("addition-small", [f"model.mixer={rule}.3"]).model
+        defaults = load_recipe("addition-short", [f"model.mixer={rule}.3"]).model
         cells = {(m.get("pairing", "next-latent"), m.get("timing", "read-after-write")) for m in models}
         assert len(cells) == 4
         for model in models:

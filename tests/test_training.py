@@ -20,7 +20,7 @@ from fastweight.tasks.addition import IGNORE, AdditionBatches
 from fastweight.tasks.scoring import Score
 from fastweight.training import newest_complete_checkpoint, train, trainer
 from fastweight.training.callbacks import keep_until
-from fastweight.training.groups import decayed_parameters
+from fastweight.training.groups import decayed_parameters, parameter_groups
 from fastweight.training.model import build_model
 
 TINY = {
@@ -137,6 +137,31 @@ def test_accumulated_loss_is_the_mean_over_all_tokens_of_the_step(mixer: str, tm
         count += int((labels != IGNORE).sum())
     assert len(counts) > 1
     assert losses(tmp_path) == pytest.approx([total / count], rel=1e-5)
+
+
+@pytest.mark.parametrize("micro_batch", [6, 2])
+def test_the_loss_as_a_mean_over_problems(micro_batch: int, tmp_path: Path) -> None:
+    """Each problem counts the same, whatever its width and its micro-batch; so do its gradients, by the second loss."""
+    changes = {"steps": 2, "batch_size": 6, "micro_batch_size": micro_batch, "log_every": 1}
+    run = tiny(task={"mean_over": "problems"}, training=changes, optimizer={"clip": 0.0, "warmup_steps": 0})
+    train(run, tmp_path, console=quiet())
+    model, expected = build_model(run), []
+    optimizer = torch.optim.AdamW(parameter_groups(model, run.optimizer), betas=run.optimizer.betas)
+    data = AdditionBatches((1, 2), micro_batch, 12 // micro_batch, run.training.seed)
+    for step in range(2):
+        means = []
+        for i in range(6 // micro_batch):
+            item = data[step * (6 // micro_batch) + i]
+            for ids, labels in zip(item["input_ids"], item["labels"], strict=True):
+                counted = labels[1:] != IGNORE
+                logits = model(ids[None]).logits[0, :-1]
+                means.append(torch.nn.functional.cross_entropy(logits[counted], labels[1:][counted]))
+        loss = torch.stack(means).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(loss.item())
+    assert losses(tmp_path) == pytest.approx(expected, rel=1e-4)
 
 
 def test_a_killed_run_goes_on_to_the_same_parameters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,8 @@ class AdditionTask:
         train_widths: smallest and largest training width.
         test_widths: smallest and largest width of the extrapolation test; above the training widths.
         layout: "mixed" (a width for each problem) or "single" (a width for each micro-batch).
+        mean_over: what the loss of a step is the mean over: "tokens", of which wide sums have more, or "problems", each
+            with the mean over its own tokens.
         test_problems: problems per width in the test.
         validation_problems: problems per training width in the validation during training.
         test_seed: of the held-out problems, the same for every model.
@@ -33,6 +35,7 @@ class AdditionTask:
     train_widths: tuple[int, int] = (1, 32)
     test_widths: tuple[int, int] = (33, 48)
     layout: Literal["mixed", "single"] = "mixed"
+    mean_over: Literal["tokens", "problems"] = "tokens"
     test_problems: int = 100
     validation_problems: int = 32
     test_seed: int = 0

@@ -22,6 +22,7 @@ from fastweight.tasks.addition import IGNORE, VOCAB_SIZE, AdditionBatches, held_
 from fastweight.tasks.problems import DrawnBatches
 from fastweight.tasks.scoring import all_hits, score
 from fastweight.training.context import part_of, place_of
+from fastweight.training.losses import Loss, mean_over_problems
 
 Batch = dict[str, Tensor]
 
@@ -40,6 +41,7 @@ class Material:
         tokenizer: to be saved beside the weights.
         sequence_length: tokens of a sequence, for the FLOP count; None where it varies.
         source: what the data is, for the record of the run; a run goes on only with the same.
+        loss: of outputs, labels and the number of labels, instead of the model's own mean over tokens.
     """
 
     train: Dataset[Batch]
@@ -51,6 +53,7 @@ class Material:
     tokenizer: Any = None
     sequence_length: int | None = None
     source: dict[str, Any] = field(default_factory=dict)
+    loss: Loss | None = None
 
 
 def material_of(run: Run) -> Material:
@@ -87,6 +90,7 @@ def addition(run: Run, task: AdditionTask) -> Material:
         items=1,
         validate=_exact_match(task),
         vocab_size=VOCAB_SIZE,
+        loss=mean_over_problems(run.training.batch_size) if task.mean_over == "problems" else None,
     )
 
 

@@ -165,6 +165,7 @@ def build_trainer(
         args=args,
         train_dataset=material.train,
         data_collator=material.collate,
+        compute_loss_func=material.loss,
         processing_class=material.tokenizer,
         callbacks=[Stops(last or run.training.steps), metrics, CompleteCheckpoints(), Clock(meter)],
         settings=run.optimizer,
