@@ -29,6 +29,19 @@ def test_problems_equal_python_integers(width: int) -> None:
         assert labels[2 * width + 2 :].tolist() == row[2 * width + 2 :].tolist()
 
 
+def test_summands_turned_around_are_the_same_sums() -> None:
+    widths = torch.tensor([1, 5, 2, 3, 5])
+    there, back = (addition.draw(widths, torch.Generator().manual_seed(1), 6, turned) for turned in (False, True))
+    assert torch.equal(there.labels, back.labels)
+    for n, plain, turned in zip(widths.tolist(), there.input_ids, back.input_ids, strict=True):
+        plain, turned = addition.decode(plain), addition.decode(turned)
+        assert turned[:n] == plain[:n][::-1]
+        assert turned[n + 1 : 2 * n + 1] == plain[n + 1 : 2 * n + 1][::-1]
+        assert turned[n] + turned[2 * n + 1 :] == plain[n] + plain[2 * n + 1 :]
+    held = [held_out(7, 20, seed=3, least_first=turned).input_ids[:, :7] for turned in (False, True)]
+    assert torch.equal(held[0].flip(-1), held[1])
+
+
 @pytest.mark.parametrize(
     ("a", "b"),
     [

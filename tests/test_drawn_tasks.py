@@ -63,6 +63,20 @@ def test_labels_of_tracking_are_the_products_so_far(group):
         assert {labels[0], *labels[size + 1 :]} == {IGNORE}
 
 
+def test_batches_of_tracking_have_one_length_and_the_same_problems():
+    task = TrackingTask(group="s3", train_sizes=(2, 9))
+    sizes = torch.tensor([2, 5, 4])
+    short, long = (draw(sizes, torch.Generator().manual_seed(0)) for draw in (task.draw, task.padded_draw))
+    assert short.input_ids.shape == (3, 6)
+    assert long.input_ids.shape == (3, task.longest)
+    assert torch.equal(long.input_ids[:, :6], short.input_ids)
+    assert torch.equal(long.labels[:, :6], short.labels)
+    assert (long.labels[:, 6:] == IGNORE).all()
+    items = load_recipe("s3-tiny", ["training.batch_size=2", "training.steps=40", "task.train_sizes=[2,9]"])
+    data = material_of(items).train
+    assert {data[i]["input_ids"].shape for i in range(40)} == {(2, 10)}
+
+
 @pytest.mark.parametrize("group", ["parity", "s3"])
 def test_products_are_those_of_a_group(group):
     table = tracking.products(group)

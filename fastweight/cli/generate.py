@@ -56,10 +56,12 @@ def _task_of(path: Path) -> str:
 def _answer_sums(path: Path, prompts: list[str]) -> None:
     from fastweight.evaluation.addition import answer, find_checkpoint
     from fastweight.evaluation.checkpoint import load_model
+    from fastweight.recipes import AdditionTask
 
-    model = load_model(find_checkpoint(path, console().print)[0])
+    checkpoint, run = find_checkpoint(path, console().print)
+    model = load_model(checkpoint)
     for prompt in prompts:
-        given, right = answer(model, prompt)
+        given, right = answer(model, prompt, least_first=isinstance(run.task, AdditionTask) and run.task.least_first)
         print(f"{prompt}{given}  ({'right' if given == right else f'wrong, {right} is right'})")
 
 

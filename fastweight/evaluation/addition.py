@@ -88,20 +88,27 @@ def evaluate(
         model, scores = load_model(checkpoint), []
         for width in range(low, high + 1):
             progress(name, width - low, high - low + 1)
-            scores.append(score(model, held_out(width, count, task.test_seed), generate=generate))
+            problems = held_out(width, count, task.test_seed, least_first=trained_on.least_first)
+            scores.append(score(model, problems, generate=generate))
         size = sum(p.numel() for p in model.parameters())
         mixer = str(run.model.get("mixer", ""))
         results.append(ModelScores(name, str(checkpoint), mixer, size, trained_on.train_widths, tuple(scores)))
     return results
 
 
-def answer(model: Any, prompt: str) -> tuple[str, str]:
-    """The model's answer to a sum such as "12+34=", and the right one, both least significant digit first."""
+def answer(model: Any, prompt: str, least_first: bool = False) -> tuple[str, str]:
+    """The model's answer to a sum such as "12+34=", and the right one, both least significant digit first.
+
+    Args:
+        least_first: whether the model reads summands with their least significant digit first; the prompt has them as
+            people write them.
+    """
     match = re.fullmatch(r"(\d+)\+(\d+)=", prompt)
     if match is None or len(match[1]) != len(match[2]):
         raise ValueError(f"prompt: got {prompt!r}, expected two numbers of the same length, as 12+34= or 05+17=")
     num_digits = len(match[1]) + 1
-    given = decode(generate_answers(model, encode(prompt)[None], num_digits)[0])
+    read = f"{match[1][::-1]}+{match[2][::-1]}=" if least_first else prompt
+    given = decode(generate_answers(model, encode(read)[None], num_digits)[0])
     return given, str(int(match[1]) + int(match[2])).zfill(num_digits)[::-1]
 
 

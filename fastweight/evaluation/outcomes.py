@@ -108,7 +108,9 @@ def outcome_of(run_dir: Path, arm: str, seed: int, scoring: Scoring | None = Non
 def _addition(model: Any, task: AdditionTask, scoring: Scoring) -> tuple[list[int], dict[str, list[float]]]:
     last = (task.train_widths if scoring.validation else task.test_widths)[1]
     sizes = list(range(task.train_widths[0], last + 1))
-    problems = [held_out(n, task.test_problems, task.test_seed, scoring.stream) for n in sizes]
+    problems = [
+        held_out(n, task.test_problems, task.test_seed, scoring.stream, least_first=task.least_first) for n in sizes
+    ]
     scores = [score(model, batch, generate=False) for batch in problems]
     shares = {measure: [getattr(s, measure) for s in scores] for measure in ("token", "exact")}
     if scoring.generate:

@@ -24,6 +24,8 @@ class AdditionTask:
         train_widths: smallest and largest training width.
         test_widths: smallest and largest width of the extrapolation test; above the training widths.
         layout: "mixed" (a width for each problem) or "single" (a width for each micro-batch).
+        least_first: write the summands, like the sum, with the least significant digit first; not in the paper, where
+            digits that belong together are at distances that change from step to step.
         mean_over: what the loss of a step is the mean over: "tokens", of which wide sums have more, or "problems", each
             with the mean over its own tokens.
         test_problems: problems per width in the test.
@@ -35,6 +37,7 @@ class AdditionTask:
     train_widths: tuple[int, int] = (1, 32)
     test_widths: tuple[int, int] = (33, 48)
     layout: Literal["mixed", "single"] = "mixed"
+    least_first: bool = False
     mean_over: Literal["tokens", "problems"] = "tokens"
     test_problems: int = 100
     validation_problems: int = 32

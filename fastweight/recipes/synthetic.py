@@ -60,6 +60,11 @@ class DrawnTask:
         raise NotImplementedError
 
     @property
+    def padded_draw(self) -> Draw:
+        """The same problems of training sizes, all batches of one length: that of the longest."""
+        return self.draw
+
+    @property
     def longest(self) -> int:
         """Tokens of the longest training sequence."""
         raise NotImplementedError
@@ -134,6 +139,10 @@ class TrackingTask(DrawnTask):
     @property
     def draw(self) -> Draw:
         return partial(tracking.draw, group=self.group)
+
+    @property
+    def padded_draw(self) -> Draw:
+        return partial(tracking.draw, group=self.group, longest=self.train_sizes[1])
 
     @property
     def longest(self) -> int:

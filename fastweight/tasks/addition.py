@@ -5,7 +5,9 @@ One problem of width n is the sequence
     digits(a)  "+"  digits(b)  "="  reversed digits(a + b)        n + 1 + n + 1 + (n + 1) = 3 n + 3 tokens
 
 a and b are written most significant digit first, the sum least significant digit first, so that a carry runs in the
-direction of reading. Choices where the paper is silent: a and b are padded with zeros to exactly n digits and the sum
+direction of reading. With `least_first` a and b are turned around as well (not in the paper): the digits that a digit
+of the sum needs are then as far behind it as all others of its width, n + 1 and 2 n + 2 tokens, and not 2 i further
+with every step i. Choices where the paper is silent: a and b are padded with zeros to exactly n digits and the sum
 to exactly n + 1 (every digit of a and b is uniform and independent, so a problem of width n is uniform over 10^(2n));
 there is no begin or end token (the length of the answer follows from the prompt). Loss counts on the answer only.
 
@@ -73,7 +75,9 @@ def add_digits(a: Int[Tensor, "B N"], b: Int[Tensor, "B N"]) -> Int[Tensor, "B N
     return (F.pad(total, (0, 1)) + carry_in) % 10
 
 
-def problems(a: Int[Tensor, "B N"], b: Int[Tensor, "B N"], widths: Int[Tensor, "B"]) -> AdditionBatch:
+def problems(
+    a: Int[Tensor, "B N"], b: Int[Tensor, "B N"], widths: Int[Tensor, "B"], least_first: bool = False
+) -> AdditionBatch:
     """Lay out summands as token sequences; a row of width n uses the last n digits of a and b (the rest must be 0)."""
     batch, most = a.shape
     answer = add_digits(a, b)
@@ -92,14 +96,19 @@ def problems(a: Int[Tensor, "B N"], b: Int[Tensor, "B N"], widths: Int[Tensor, "
     at = torch.arange(3 * int(widths.max()) + 3)  # [T], position in the row's own layout
     # Leading digits beyond a row's width are skipped: once before a, once more before b.
     source = at + (most - n) + torch.where(at > n, most - n, 0)
+    if least_first:
+        source = torch.where(at < n, most - 1 - at, source)
+        source = torch.where((at > n) & (at < 2 * n + 1), 2 * most + 1 + n - at, source)
     in_answer = (at >= 2 * n + 2) & (at < 3 * n + 3)
     source = torch.where(at < 3 * n + 3, source, pieces.shape[-1] - 1)
     input_ids = pieces.gather(-1, source)
     return AdditionBatch(input_ids, torch.where(in_answer, input_ids, IGNORE), widths)
 
 
-def draw(widths: Int[Tensor, "B"], generator: torch.Generator, longest: int = 0) -> AdditionBatch:
-    """One random problem for each entry of `widths` (each at least 1), on the CPU.
+def draw(
+    widths: Int[Tensor, "B"], generator: torch.Generator, longest: int = 0, least_first: bool = False
+) -> AdditionBatch:
+    """One random problem for each entry of `widths` (each at least 1), on the CPU; the same sums in either order.
 
     Rows are padded as if the batch had a problem of width `longest` too, which changes none that are drawn.
     """
@@ -109,14 +118,14 @@ def draw(widths: Int[Tensor, "B"], generator: torch.Generator, longest: int = 0)
     digits = torch.randint(10, (2, widths.shape[0], most), generator=generator)
     used: Bool[Tensor, "B N"] = torch.arange(most) >= most - rearrange(widths, "b -> b 1")
     a, b = digits * used
-    ids, labels, _ = problems(a, b, widths)
+    ids, labels, _ = problems(a, b, widths, least_first)
     missing = max(3 * (longest - most), 0)
     return AdditionBatch(F.pad(ids, (0, missing), value=PAD), F.pad(labels, (0, missing), value=IGNORE), widths)
 
 
-def held_out(width: int, count: int, seed: int, stream: str = "test") -> AdditionBatch:
+def held_out(width: int, count: int, seed: int, stream: str = "test", *, least_first: bool = False) -> AdditionBatch:
     """`count` problems of one width: the same for every model that is scored with this seed and stream."""
-    return draw(torch.full((count,), width), generator_for(seed, stream, width))
+    return draw(torch.full((count,), width), generator_for(seed, stream, width), least_first=least_first)
 
 
 class AdditionBatches(DrawnBatches):
@@ -130,10 +139,17 @@ class AdditionBatches(DrawnBatches):
         layout: "mixed" draws a width for each problem and pads on the right, all items to one length, so that what is
             compiled for a shape is compiled once; "single" draws one width for each item (no padding, but a noisier
             gradient when a step has few items).
+        least_first: a and b with their least significant digit first.
     """
 
     def __init__(
-        self, widths: tuple[int, int], batch_size: int, num_batches: int, seed: int, layout: Layout = "mixed"
+        self,
+        widths: tuple[int, int],
+        batch_size: int,
+        num_batches: int,
+        seed: int,
+        layout: Layout = "mixed",
+        least_first: bool = False,
     ) -> None:
         if not 1 <= widths[0] <= widths[1]:
             raise ValueError(f"widths: got {widths}, expected a range of digits (smallest, largest) from 1 up")
@@ -141,6 +157,6 @@ class AdditionBatches(DrawnBatches):
             raise ValueError(f"batch_size, num_batches: got {batch_size}, {num_batches}, expected >= 1 and >= 0")
         if layout not in ("mixed", "single"):
             raise ValueError(f"layout: got {layout!r}, expected 'mixed' or 'single'")
-        padded = partial(draw, longest=widths[1] if layout == "mixed" else 0)
+        padded = partial(draw, longest=widths[1] if layout == "mixed" else 0, least_first=least_first)
         super().__init__(padded, widths, batch_size, num_batches, seed)
         self.one_size = layout == "single"

@@ -13,6 +13,7 @@ from itertools import permutations
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Int
 from torch import Tensor
 
@@ -34,8 +35,11 @@ def products(group: Group) -> Int[Tensor, "G G"]:
     return torch.tensor([[ids[tuple(b[i] for i in a)] for b in known] for a in known])
 
 
-def draw(sizes: Int[Tensor, "B"], generator: torch.Generator, *, group: Group) -> Problems:
-    """One problem for each entry of `sizes` (number of elements, at least 1)."""
+def draw(sizes: Int[Tensor, "B"], generator: torch.Generator, *, group: Group, longest: int = 0) -> Problems:
+    """One problem for each entry of `sizes` (number of elements, at least 1).
+
+    Rows are padded as if there were one of `longest` elements too, which changes none that are drawn.
+    """
     if int(sizes.min()) < 1:
         raise ValueError(f"sizes: got {int(sizes.min())}, expected at least 1 element")
     table, most = products(group), int(sizes.max())
@@ -48,5 +52,7 @@ def draw(sizes: Int[Tensor, "B"], generator: torch.Generator, *, group: Group) -
     inside = torch.arange(most) < sizes[:, None]
     ids = torch.where(inside, drawn, end)
     labels = torch.where(inside, torch.stack(states, dim=1), IGNORE)
+    missing = max(longest - most, 0)
+    ids, labels = F.pad(ids, (0, missing), value=end), F.pad(labels, (0, missing), value=IGNORE)
     edge = torch.full((len(sizes), 1), end)
     return Problems(torch.cat((ids, edge), dim=1), torch.cat((torch.full_like(edge, IGNORE), labels), dim=1), sizes)

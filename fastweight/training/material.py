@@ -74,7 +74,7 @@ def _micro_batches(run: Run) -> tuple[int, int]:
 def drawn(run: Run, task: DrawnTask) -> Material:
     """Random problems of the training sizes, and the share of right tokens by size on held-out ones."""
     return Material(
-        train=DrawnBatches(task.draw, task.train_sizes, *_micro_batches(run), run.training.seed),
+        train=DrawnBatches(task.padded_draw, task.train_sizes, *_micro_batches(run), run.training.seed),
         collate=_only_item,
         items=1,
         validate=_right_tokens(task),
@@ -85,7 +85,9 @@ def drawn(run: Run, task: DrawnTask) -> Material:
 def addition(run: Run, task: AdditionTask) -> Material:
     """Random sums, and exact match by width on held-out ones."""
     return Material(
-        train=AdditionBatches(task.train_widths, *_micro_batches(run), run.training.seed, task.layout),
+        train=AdditionBatches(
+            task.train_widths, *_micro_batches(run), run.training.seed, task.layout, task.least_first
+        ),
         collate=_only_item,
         items=1,
         validate=_exact_match(task),
@@ -179,7 +181,8 @@ def _exact_match(task: AdditionTask) -> Callable[[Any], dict[str, float]]:
     """From a model to exact match by width and their mean, on held-out problems of the training widths."""
     low, high = task.train_widths
     batches = [
-        held_out(width, task.validation_problems, task.test_seed, stream="validation") for width in range(low, high + 1)
+        held_out(width, task.validation_problems, task.test_seed, stream="validation", least_first=task.least_first)
+        for width in range(low, high + 1)
     ]
 
     def validate(model: Any) -> dict[str, float]:
