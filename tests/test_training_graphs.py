@@ -84,8 +84,8 @@ class TestOnADevice:
             torch.testing.assert_close(value, expected[name], rtol=0, atol=0, msg=name)
 
     def test_other_shapes_raise(self):
-        weight = torch.nn.Parameter(torch.ones(3, device="cuda"))
-        step = RecordedStep([weight])
+        weight, idle = (torch.nn.Parameter(torch.ones(3, device="cuda")) for _ in range(2))
+        step = RecordedStep([weight, idle])
 
         def loss(inputs, count):
             result = (inputs["x"] * weight).sum() / count
@@ -96,6 +96,7 @@ class TestOnADevice:
             weight.grad = None
             assert float(step({"x": torch.full((3,), float(call), device="cuda")}, 2, loss)) == 1.5 * call
             assert weight.grad.tolist() == [call / 2] * 3
+            assert idle.grad is None
         step({"x": torch.ones(3, device="cuda")}, 2, loss)
         assert weight.grad.tolist() == [3.5] * 3  # added to those of call 6
         with pytest.raises(ValueError, match="shapes"):

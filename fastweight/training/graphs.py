@@ -90,6 +90,8 @@ class RecordedStep:
         with torch.cuda.stream(self.side):
             loss = step(inputs, count)
         torch.cuda.current_stream().wait_stream(self.side)
+        # One that takes no part has no gradient, and so no weight decay; zeros would give it some.
+        self.parameters = [p for p in self.parameters if p.grad is not None]
         return loss
 
     def _record(self, inputs: Inputs, count: Tensor | None, step: Step) -> None:
