@@ -1,15 +1,12 @@
 """Steps as CUDA graphs: refused where they cannot be, and to the bit what a step is without one."""
 
-import json
-
 import pytest
 import torch
-from test_training import TINY, KillAt, Killed, parameters, quiet
+from test_training import TINY, killed_run, losses, parameters, quiet
 
 from fastweight.recipes import Run
 from fastweight.recipes.loader import build_run
-from fastweight.recipes.rundir import METRICS
-from fastweight.training import train, trainer
+from fastweight.training import train
 from fastweight.training.graphs import RecordedStep, check_recordable
 
 SMALL = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 1}
@@ -54,30 +51,17 @@ class TestOnADevice:
             model = TINY["model"] | SMALL | {"mixer": mixer}
             run = recorded(model=model, training=LONGER | changes, engine={"graphs": graphs})
             train(run, tmp_path / str(graphs), console=quiet())
-            lines = (tmp_path / str(graphs) / METRICS).read_text().splitlines()
-            told = [json.loads(line) for line in lines]
-            losses = [line["loss"] for line in told if "loss" in line]
-            ends.append((losses, parameters(tmp_path / str(graphs) / "checkpoint-12")))
-        (plain, expected), (losses, got) = ends
+            ends.append((losses(tmp_path / str(graphs)), parameters(tmp_path / str(graphs) / "checkpoint-12")))
+        (plain, expected), (with_graphs, got) = ends
         assert len(set(plain)) == len(plain)
-        assert losses == plain
+        assert with_graphs == plain
         for name in expected:
             torch.testing.assert_close(got[name], expected[name], rtol=0, atol=0, msg=name)
 
     def test_goes_on_after_a_kill(self, tmp_path, monkeypatch):
         run = recorded(model=SMALL, training=LONGER)
         train(run, tmp_path / "whole", console=quiet())
-        build = trainer.build_trainer
-
-        def killed(*args, **kwargs):
-            built = build(*args, **kwargs)
-            built.add_callback(KillAt(9))
-            return built
-
-        with monkeypatch.context() as patch:
-            patch.setattr(trainer, "build_trainer", killed)
-            with pytest.raises(Killed):
-                train(run, tmp_path / "cut", console=quiet())
+        killed_run(run, tmp_path / "cut", 9, monkeypatch)
         train(run, tmp_path / "cut", console=quiet())
         expected = parameters(tmp_path / "whole" / "checkpoint-12")
         for name, value in parameters(tmp_path / "cut" / "checkpoint-12").items():
