@@ -169,6 +169,11 @@ class TestShortConvolution:
         _, new = conv(random(1, 5, 2), torch.zeros(1, 5, dtype=torch.bool), None, cache)
         assert (new == cache).all()
 
+    def test_taps_that_start_as_a_copy_pass_each_token_nearly_as_it_is(self):
+        conv, x = ShortConvolution(64, 4, start="copy"), random(1, 50, 64).float()
+        assert 0 < (conv(x)[0] - x).std() < 0.1
+        assert conv.drawn_taps().std() < 0.5
+
     def test_a_cache_of_another_shape_is_refused(self):
         with pytest.raises(ValueError, match=r"cache: got shape \(1, 2, 2\), expected \[N, 3, 2\]"):
             ShortConvolution(2, 4)(torch.zeros(1, 5, 2), cache=torch.zeros(1, 2, 2))
@@ -181,12 +186,23 @@ def layer_longhand(layer: FastWeightAttention, x, mask=None):
     q, k, v = qkv_longhand(layer, x, mask)
     size = K if layer.qk_norm == "rms" else 1
     q, k = (u / (u.square().sum(-1, keepdim=True) / size + 1e-6).sqrt() for u in (q, k))
+    if layer.rotary:
+        q, k = (turned_longhand(u, mask, layer.rope_theta) for u in (q, k))
     eta_max = 2 / (size + layer.lambda_scale * (size if layer.rule.ridge == "scaled" else 1))
     step = torch.sigmoid(x @ layer.step_gate.weight.T + layer.step_gate.bias)
     step = step * (2 if layer.rule.step == "normalized" else eta_max)
     step = step.reshape(B, T, H, V) if layer.rule.gain == "column" else step
     lam = layer.lambda_scale * torch.sigmoid(x @ layer.lam_gate.weight.T + layer.lam_gate.bias)
-    return output_longhand(layer, longhand(q, k, v, step, lam, layer.rule, mask=mask).o, x)
+    o = longhand(q, k, v, step, lam, layer.rule, mask=mask).o
+    return output_longhand(layer, o if layer.skip is None else o + layer.skip.weight[:, None] * v, x)
+
+
+def turned_longhand(u, mask, theta):
+    """Token t times e^(i w n), n the number of real tokens up to it, of coordinates (j, j + K/2) as complex numbers."""
+    half = u.shape[-1] // 2
+    angle = torch.stack([row.cumsum(0) for row in mask])[..., None] * theta ** -(torch.arange(half, dtype=DTYPE) / half)
+    turned = torch.complex(u[..., :half], u[..., half:]) * torch.polar(torch.ones_like(angle), angle)[:, :, None]
+    return torch.cat([turned.real, turned.imag], dim=-1)
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -200,6 +216,17 @@ class TestFastWeightAttention:
         check_all([y], [expected], "output")
         sources = [x, *layer.parameters()]
         check_all(grads([y], sources), grads([expected], sources), "gradient", "gradient")
+
+    def test_with_positions_and_a_way_past_equals_the_longhand(self, name):
+        layer = layer_for(name, rotary=True, value_skip=True, rope_theta=30.0)
+        x, mask = random(2, 9, 6).requires_grad_(), random(2, 9, seed=5) > -0.5
+        actual, expected = layer(x, mask)[0] * mask[..., None], layer_longhand(layer, x, mask) * mask[..., None]
+        check_all([actual], [expected], "output")
+        sources = [x, *layer.parameters()]
+        check_all(grads([actual], sources), grads([expected], sources), "gradient", "gradient")
+        plain = layer_for(name)
+        plain.load_state_dict(layer.state_dict(), strict=False)
+        assert (plain(x)[0] - layer(x)[0]).abs().max() > 1e-2
 
     def test_shared_keys_equal_repeated_keys(self, name):
         shared, full = layer_for(name, num_key_heads=1), layer_for(name, num_key_heads=2)

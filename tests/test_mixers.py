@@ -44,6 +44,19 @@ BASELINES = {
 MEMORIES = BASELINES | {
     name: builder(FastWeightAttention, rule=rule.replace(ridge="scaled")) for name, rule in sorted(fw.RULES.items())
 }
+EVERYTHING = {"rotary": True, "value_skip": True, "conv_start": "copy"}  # settings that every memory takes
+SETTLED = {
+    f"{name} with all settings": builder(FastWeightAttention, rule=rule.replace(ridge="scaled"), **EVERYTHING)
+    for name, rule in sorted(fw.RULES.items())
+} | {
+    "falcon-3a with a normalised read and all settings": builder(
+        FastWeightAttention, rule=fw.RULES["falcon-3a"].replace(ridge="scaled", read="normalized"), **EVERYTHING
+    ),
+    "gated-deltanet with all settings": builder(DeltaAttention, decay=True, **EVERYTHING),
+    "mamba2 with all settings": builder(StateSpaceMixer, **EVERYTHING),
+    "retnet without positions": builder(Retention, rotary=False, value_skip=True),
+}
+MEMORIES |= SETTLED
 
 
 @pytest.mark.parametrize("build", MEMORIES.values(), ids=MEMORIES.keys())
@@ -351,9 +364,12 @@ def test_retention_decays_are_those_of_the_papers():
     assert last.tolist() == pytest.approx([-(2.0 ** (-2 * h)) * 1e-5 for h in (1, 2, 3, 4)])
 
 
-def test_retention_goes_on_exactly_however_far_it_has_come():
+@pytest.mark.parametrize(
+    "build", [partial(Retention, 8, 2), partial(FastWeightAttention, 8, 2, rule="falcon-3", rotary=True)]
+)
+def test_rotary_positions_go_on_exactly_however_far_they_have_come(build):
     """Positions are counted from the last token, so nothing grows: 400 tokens one by one equal 400 at once."""
-    layer, x = Retention(8, 2).float(), random(1, 400, 8).float()
+    layer, x = build().float(), random(1, 400, 8).float()
     with torch.no_grad():
         whole, last = layer(x, output_state=True)
         state = None
@@ -370,6 +386,9 @@ def test_retention_goes_on_exactly_however_far_it_has_come():
         (partial(StateSpaceMixer, 8, 4, num_key_heads=3), "num_key_heads: got 3, expected a divisor of num_heads 4"),
         (partial(DeltaAttention, 8, 0, decay=True), "num_heads: got 0"),
         (partial(DeltaAttention, 8, 2, decay=False, conv_width=-1), "conv_width: got -1"),
+        (partial(DeltaAttention, 8, 2, decay=False, conv_start="zero"), "conv_start: got 'zero'"),
+        (partial(DeltaAttention, 6, 2, decay=False, rotary=True), "key_dim: got 3, expected an even width"),
+        (partial(FastWeightAttention, 8, 2, rotary=True, feature_map="relu"), "feature_map: got 'relu'"),
     ],
 )
 def test_wrong_options_are_named(build, message):

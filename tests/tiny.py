@@ -1,4 +1,4 @@
-"""Tiny models that the model tests share: every mixer, one hybrid, random tokens, gradients of every parameter.
+"""Tiny models that the model tests share: every mixer, a hybrid, one with all settings; random tokens; gradients.
 
 Models are in float64 where two ways of computing are compared, so that greedy choices cannot flip by rounding. Traps:
 parameters are moved off their starting points (symmetric gates hide mistakes).
@@ -14,13 +14,15 @@ from fastweight.models.cache import CACHE_NAME
 DTYPE = torch.float64
 VOCAB = 16
 HYBRID = ["falcon-3", "transformer"]
-EVERY = [*MIXERS, "hybrid"]
+SETTLED = {"mixer": "falcon-3", "rotary": True, "value_skip": True, "conv_start": "copy"}  # all settings of a memory
+EVERY = [*MIXERS, "hybrid", "settled"]
 MEMORIES = [name for name in MIXERS if MIXERS[name].memory == "state"]
 SIZES = {"vocab_size": VOCAB, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 
 
 def config_of(mixer="falcon-1", **options) -> FastWeightConfig:
-    return FastWeightConfig(mixer=HYBRID if mixer == "hybrid" else mixer, **(SIZES | options))
+    named = {"hybrid": {"mixer": HYBRID}, "settled": SETTLED}
+    return FastWeightConfig(**(SIZES | named.get(str(mixer), {"mixer": mixer}) | options))
 
 
 def build(mixer="falcon-1", dtype=DTYPE, **options) -> FastWeightForCausalLM:

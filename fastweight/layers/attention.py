@@ -9,14 +9,14 @@ Projections, convolution, output and states are those of every memory layer (mem
 """
 
 import math
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 
-from fastweight.layers.memory_mixer import LayerState, MemoryMixer
+from fastweight.layers.memory_mixer import LayerState, MemoryMixer, MemoryOptions
 from fastweight.layers.parts import FEATURE_MAPS, QK_NORMS, Gate, feature_energy, largest_gain, rms_normalize
 from fastweight.memory.attention import fast_weight_attention, step_in_place
 from fastweight.memory.rules import Rule, rule_of
@@ -46,18 +46,14 @@ class FastWeightAttention(MemoryMixer):
         hidden_size: width D of the hidden states.
         num_heads: number H of value heads, each with its own memory.
         rule: a rule name or a `Rule`; pairing, timing, window, ridge and step are its fields.
-        key_dim, value_dim: widths K and V of one head; None means hidden_size // num_heads.
-        num_key_heads: number Hk of key heads, each read and written by H / Hk value heads; None means H.
         qk_norm: "rms" (|q|^2 = K) or "l2" (|q|^2 = 1), per head, without learned scale.
-        feature_map: "identity", "elu+1" or "relu", after the norm.
-        conv_width: taps of the short convolution on q, k, v, which ends in a silu; 0 leaves both out.
+        feature_map: "identity", "elu+1" or "relu", after the norm; rotary positions ask for the first.
         lambda_scale: largest lam; None means 1 for ridge "scaled" and E for "absolute", which both let a head forget
             half of its memory in one step at beta = 1.
         max_gain: largest beta, or eta (E + lambda), at most 2; None means 2. At most 1, no step goes past its target.
         output_gate: whether silu(x W) multiplies the normalised read.
         value_norm: whether v is RMS-normalised per head.
-        norm_eps: of the norms.
-        form, backend, chunk_size: passed to `fast_weight_attention`.
+        options: see `MemoryOptions`; as many key heads as value heads by default.
     """
 
     def __init__(
@@ -66,34 +62,18 @@ class FastWeightAttention(MemoryMixer):
         num_heads: int,
         *,
         rule: str | Rule = "falcon-1",
-        key_dim: int | None = None,
-        value_dim: int | None = None,
-        num_key_heads: int | None = None,
         qk_norm: str = "rms",
         feature_map: str = "identity",
-        conv_width: int = 4,
         lambda_scale: float | None = None,
         max_gain: float | None = None,
         output_gate: bool = True,
         value_norm: bool = False,
-        norm_eps: float = 1e-6,
-        form: str = "auto",
-        backend: str = "auto",
-        chunk_size: int | None = None,
+        **options: Unpack[MemoryOptions],
     ):
-        super().__init__(
-            hidden_size,
-            num_heads,
-            key_dim=key_dim,
-            value_dim=value_dim,
-            num_key_heads=num_key_heads,
-            conv_width=conv_width,
-            norm_eps=norm_eps,
-            form=form,
-            backend=backend,
-            chunk_size=chunk_size,
-        )
+        super().__init__(hidden_size, num_heads, **options)
         _check_features(qk_norm, feature_map, lambda_scale)
+        if self.rotary and feature_map != "identity":
+            raise ValueError(f"feature_map: got {feature_map!r}, expected 'identity' with rotary positions")
         self.rule = rule_of(rule)
         self.qk_norm, self.feature_map, self.value_norm = qk_norm, feature_map, value_norm
         energy = feature_energy(qk_norm, feature_map, self.key_dim)

@@ -5,6 +5,8 @@ whole of what decoding needs. A masked token is absent: it is in nobody's recept
 cache. A packed document never sees its neighbour. Zeros stand for "nothing yet", so a zero cache is a fresh start.
 """
 
+from typing import Literal, get_args
+
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
@@ -73,19 +75,37 @@ def _spread(dy: Float[Tensor, "N L D"], weight: Float[Tensor, "D W"], rows: int)
     return total
 
 
-class ShortConvolution(nn.Module):
-    """Causal depthwise convolution of width W over D channels; weight [D, W], the newest tap last, and maybe a bias."""
+ConvStart = Literal["random", "copy"]
 
-    def __init__(self, channels: int, width: int, bias: bool = False):
+
+class ShortConvolution(nn.Module):
+    """Causal depthwise convolution of width W over D channels; weight [D, W], the newest tap last, and maybe a bias.
+
+    At step 0, "random" taps are uniform within W^-1/2; "copy" is a tenth of that, and 1 more for the newest tap, so
+    that each token passes nearly as it is.
+    """
+
+    def __init__(self, channels: int, width: int, bias: bool = False, start: ConvStart = "random"):
         super().__init__()
-        self.width = width
+        if start not in get_args(ConvStart):
+            raise ValueError(f"conv_start: got {start!r}, expected 'random' or 'copy'")
+        self.width, self.start = width, start
         self.weight = nn.Parameter(torch.empty(channels, width))
         self.bias = nn.Parameter(torch.empty(channels)) if bias else None
         self.reset_parameters()
 
-    def reset_parameters(self) -> None:
+    def drawn_taps(self) -> Float[Tensor, "D W"]:
+        """Fresh taps, as at step 0."""
         # A third of the input's variance comes out, whatever the width; the usual 0.02 would silence q, k and v.
-        nn.init.uniform_(self.weight, -(self.width**-0.5), self.width**-0.5)
+        most = self.width**-0.5 * (0.1 if self.start == "copy" else 1.0)
+        taps = torch.empty_like(self.weight).uniform_(-most, most)
+        if self.start == "copy":
+            taps[:, -1] += 1
+        return taps
+
+    def reset_parameters(self) -> None:
+        with torch.no_grad():
+            self.weight.copy_(self.drawn_taps())
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 

@@ -1,7 +1,9 @@
 """What all memories share as layers: projections, short convolution, heads, norm and gate on the way out, the state.
 
     q, k, v = silu(conv(x W_qkv))                          per head; no convolution, no silu
+    q, k = R^t q, R^t k                                    rotary positions, if wanted (positions.py)
     o, memory = attend(x, q, k, v)                         the subclass: its gates and its op
+    o = o + scale_h v                                      a way past the memory, if wanted
     out = (RMSNorm(o) * silu(x W_gate)) W_out              the gate is optional
 
 Traps: a masked token is absent for the convolution as for the memory; its own output is finite and means nothing. A
@@ -16,8 +18,9 @@ from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from fastweight.layers.convolution import ShortConvolution
-from fastweight.layers.parts import RMSNorm
+from fastweight.layers.convolution import ConvStart, ShortConvolution
+from fastweight.layers.parts import HeadSkip, RMSNorm, rotate
+from fastweight.layers.positions import real_positions, turned_back
 from fastweight.memory.checks import check_cu_seqlens
 from fastweight.memory.rules import Rule
 from fastweight.memory.state import State
@@ -58,6 +61,10 @@ class MemoryOptions(TypedDict, total=False):
     key_dim, value_dim: widths K, V of one head; None means hidden_size // num_heads, for V times `expansion`.
     num_key_heads: number Hk of key heads, each read and written by H / Hk value heads; None means the layer's default.
     conv_width: taps of the short convolution on q, k, v, which ends in a silu; 0 leaves both out.
+    conv_start: its taps at step 0, "random" or "copy" (see `ShortConvolution`).
+    rotary: whether q and k carry rotary positions (K is even then); None means the layer's default.
+    rope_theta: base of the rotary frequencies.
+    value_skip: whether v goes past the memory too, o_t + scale_h v_t, scale_h from 1; None means the layer's default.
     norm_eps: of the norms.
     form, backend, chunk_size: passed to the op.
     """
@@ -66,6 +73,10 @@ class MemoryOptions(TypedDict, total=False):
     value_dim: int | None
     num_key_heads: int | None
     conv_width: int
+    conv_start: ConvStart
+    rotary: bool | None
+    rope_theta: float
+    value_skip: bool | None
     norm_eps: float
     form: str
     backend: str
@@ -79,6 +90,8 @@ class MemoryMixer(nn.Module):
     expansion = 1  # width of all value heads over hidden_size, unless value_dim is given
     default_key_heads: int | None = None  # None: as many as value heads
     conv_bias = False
+    rotary_by_default = False
+    skip_by_default = False
 
     def __init__(
         self,
@@ -89,6 +102,10 @@ class MemoryMixer(nn.Module):
         value_dim: int | None = None,
         num_key_heads: int | None = None,
         conv_width: int = 4,
+        conv_start: ConvStart = "random",
+        rotary: bool | None = None,
+        rope_theta: float = 10_000.0,
+        value_skip: bool | None = None,
         norm_eps: float = 1e-6,
         form: str = "auto",
         backend: str = "auto",
@@ -101,11 +118,17 @@ class MemoryMixer(nn.Module):
         self.hidden_size, self.num_heads, self.num_key_heads = hidden_size, num_heads, num_key_heads
         self.key_dim = key_dim or hidden_size // num_heads
         self.value_dim = value_dim or self.expansion * hidden_size // num_heads
+        self.rotary, self.rope_theta = self.rotary_by_default if rotary is None else rotary, rope_theta
+        if self.rotary and self.key_dim % 2:
+            raise ValueError(f"key_dim: got {self.key_dim}, expected an even width for rotary positions")
         self.norm_eps, self.form, self.backend, self.chunk_size = norm_eps, form, backend, chunk_size
         key_width = num_key_heads * self.key_dim
         self.split_sizes = (key_width, key_width, num_heads * self.value_dim)
         self.qkv_proj = nn.Linear(hidden_size, sum(self.split_sizes), bias=False)
-        self.conv = ShortConvolution(sum(self.split_sizes), conv_width, self.conv_bias) if conv_width else None
+        self.conv = None
+        if conv_width:
+            self.conv = ShortConvolution(sum(self.split_sizes), conv_width, self.conv_bias, conv_start)
+        self.skip = HeadSkip(num_heads) if (self.skip_by_default if value_skip is None else value_skip) else None
 
     def add_output(self, output_gate: bool) -> None:
         """Registers what stands behind the memory: norm, gate (silu(x W), if wanted) and projection."""
@@ -160,7 +183,7 @@ class MemoryMixer(nn.Module):
             cu_seqlens: bounds of N documents packed in one row (batch 1), N rows in states; a mask holds too.
             state: of the tokens before; None means a fresh start.
             output_state: whether to return the state after the last token (else None).
-            position_ids: not used; a memory counts its own tokens where it needs to.
+            position_ids: not used; a memory with rotary positions counts its own tokens.
             overwrite_state: whether a single token may leave its state in the tensors of `state.memory` (never with
                 gradients); the state returned then holds the same tensors.
 
@@ -174,8 +197,10 @@ class MemoryMixer(nn.Module):
         q, k, v, conv = self._qkv(hidden_states, mask, cu_seqlens, None if state is None else state.conv)
         steps = self.backend == "auto" and self.form in ("auto", "recurrent")  # what was named is used as it is
         if steps and overwrite_state and state is not None and cu_seqlens is None and v.shape[1] == 1:
+            if self.rotary:
+                self._turn_in_place(state.memory, hidden_states, mask)
             o = self.step_in_place(hidden_states, q, k, v, state.memory, mask)
-            return self.o_proj(self.gated(o, hidden_states)), LayerState(conv, state.memory)
+            return self._output(o, v, hidden_states), LayerState(conv, state.memory)
         around = {
             "form": self.form,
             "backend": self.backend,
@@ -185,8 +210,24 @@ class MemoryMixer(nn.Module):
             "cu_seqlens": cu_seqlens,
             "mask": mask,
         }
-        o, memory = self.attend(hidden_states, q, k, v, around)
-        return self.o_proj(self.gated(o, hidden_states)), None if memory is None else LayerState(conv, memory)
+        if not self.rotary:
+            o, memory = self.attend(hidden_states, q, k, v, around)
+        else:
+            positions, count = real_positions(hidden_states, mask, cu_seqlens)
+            q, k = (rotate(u, positions, self.rope_theta) for u in (q, k))
+            o, memory = self.attend(hidden_states, q, k, v, around)
+            memory = None if memory is None else turned_back(memory, count, self.rope_theta)
+        return self._output(o, v, hidden_states), None if memory is None else LayerState(conv, memory)
+
+    def _turn_in_place(self, memory: State, x: Tensor, mask: Tensor | None) -> None:
+        """Turns the state back before the token instead of after it: the token then stands at position 0."""
+        count = torch.ones(len(x), dtype=torch.long, device=x.device) if mask is None else mask[:, 0].long()
+        for part, turned in zip(memory, turned_back(memory, count, self.rope_theta), strict=True):
+            if turned is not part:
+                part.copy_(turned)
+
+    def _output(self, o: Tensor, v: Tensor, x: Tensor) -> Float[Tensor, "B T D"]:
+        return self.o_proj(self.gated(o if self.skip is None else self.skip(o, v), x))
 
     def _qkv(self, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, cache: Tensor | None):
         """q, k [B, T, Hk, K] and v [B, T, H, V] after the convolution, and its new cache."""

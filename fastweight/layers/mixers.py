@@ -36,6 +36,10 @@ def _options(config: Any) -> MemoryOptions:
         "value_dim": config.value_dim,
         "num_key_heads": config.num_key_heads,
         "conv_width": config.conv_width,
+        "conv_start": config.conv_start,
+        "rotary": config.rotary,
+        "rope_theta": config.rope_theta,
+        "value_skip": config.value_skip,
         "norm_eps": config.rms_norm_eps,
         "form": config.form,
         "backend": config.backend,
@@ -70,7 +74,6 @@ def _retention(config: Any, layer: int) -> nn.Module:
         config.num_attention_heads,
         decay=config.retention_decay,
         depth=layer / max(config.num_hidden_layers - 1, 1),
-        rope_theta=config.rope_theta,
         **_options(config),
     )
 

@@ -19,7 +19,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fastweight.layers.memory_mixer import MemoryMixer, MemoryOptions
-from fastweight.layers.parts import DecayGate, HeadSkip, RMSNorm, rms_normalize
+from fastweight.layers.parts import DecayGate, RMSNorm, rms_normalize
 from fastweight.memory.attention import LINEAR_ATTENTION, linear_attention, step_in_place
 from fastweight.memory.state import State
 
@@ -38,11 +38,11 @@ class StateSpaceMixer(MemoryMixer):
     expansion = 2
     default_key_heads = 1
     conv_bias = True
+    skip_by_default = True
 
     def __init__(self, hidden_size: int, num_heads: int, *, output_gate: bool = True, **options: Unpack[MemoryOptions]):
         super().__init__(hidden_size, num_heads, **options)
         self.decay_gate = DecayGate(hidden_size, num_heads)
-        self.skip = HeadSkip(num_heads)
         self.add_output(output_gate)
         self.o_norm = RMSNorm(num_heads * self.value_dim, self.norm_eps)
 
@@ -50,8 +50,7 @@ class StateSpaceMixer(MemoryMixer):
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, around: dict[str, Any]
     ) -> tuple[Float[Tensor, "B T H V"], State | None]:
         written, log_decay = self._given(x, v)
-        o, memory = linear_attention(q, k, written, log_decay, **around)
-        return self.skip(o, v), memory
+        return linear_attention(q, k, written, log_decay, **around)
 
     def step_in_place(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, memory: State, mask: Tensor | None
@@ -59,7 +58,7 @@ class StateSpaceMixer(MemoryMixer):
         written, log_decay = self._given(x, v)
         around = {"log_decay_t": log_decay[:, 0], "mask_t": None if mask is None else mask[:, 0]}
         token = (q[:, 0], k[:, 0], written[:, 0], None, None)
-        return self.skip(step_in_place(*token, memory, LINEAR_ATTENTION, **around)[:, None], v)
+        return step_in_place(*token, memory, LINEAR_ATTENTION, **around)[:, None]
 
     def _given(self, x: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """What is written, dt v, and log_decay."""

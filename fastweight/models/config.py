@@ -30,13 +30,16 @@ class FastWeightConfig(PreTrainedConfig):
         num_key_heads: key heads of the memories, shared by groups of value heads (the groups of mamba2); None means
             num_attention_heads, and 1 for mamba2.
         qk_norm: "rms" or "l2". feature_map: "identity", "elu+1" or "relu".
-        conv_width: taps of the short convolution of every memory; 0 for none.
+        conv_width: taps of the short convolution of every memory; 0 for none. conv_start: at step 0, "random" or "copy"
+            (each token nearly as it is).
+        rotary: whether queries and keys of the memories carry rotary positions; None means those of retnet alone.
+        value_skip: whether values also go past every memory, o + scale v; None means in mamba2 alone.
         lambda_scale: largest lambda (lambda-bar for ridge "scaled"); None: see `FastWeightAttention`.
         max_gain: largest gain beta of the rules (None: 2) and of the delta rules (None: 1); others have none.
         output_gate, value_norm: of the rules, see `FastWeightAttention`; the baselines are gated as published.
         retention_decay: decays of retnet, "retnet" or "lightning" (see `Retention`).
         form, backend, chunk_size: how the op computes; passed through.
-        rope_theta: base of the rotary frequencies of transformer and retnet.
+        rope_theta: base of the rotary frequencies, wherever positions are rotary.
         max_position_embeddings: longest sequence that evaluation tools should feed; nothing here depends on it.
         rms_norm_eps: of all norms. initializer_range: standard deviation of the weights at step 0.
         fused_loss: how training finds its loss without all logits at once: "chunked", "liger" (liger-kernel, on a GPU),
@@ -67,6 +70,9 @@ class FastWeightConfig(PreTrainedConfig):
     qk_norm: str = "rms"
     feature_map: str = "identity"
     conv_width: int = 4
+    conv_start: str = "random"
+    rotary: bool | None = None
+    value_skip: bool | None = None
     lambda_scale: float | None = None
     max_gain: float | None = None
     output_gate: bool = True

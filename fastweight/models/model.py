@@ -98,7 +98,7 @@ class FastWeightPreTrainedModel(PreTrainedModel):
             for name, value in module.starting_points().items():
                 initialization.copy_(getattr(module, name), value)
         elif isinstance(module, ShortConvolution):
-            initialization.uniform_(module.weight, -(module.width**-0.5), module.width**-0.5)
+            initialization.copy_(module.weight, module.drawn_taps())
             if module.bias is not None:
                 initialization.zeros_(module.bias)
         else:

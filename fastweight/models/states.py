@@ -24,7 +24,7 @@ FORMAT = "fastweight-state"
 MEANING = (
     *("mixers", "hidden_size", "num_attention_heads", "num_key_heads", "key_dim", "value_dim", "conv_width"),
     *("window", "pairing", "ridge", "step", "read", "qk_norm", "feature_map", "value_norm", "rope_theta"),
-    "retention_decay",
+    *("retention_decay", "rotary"),
 )
 
 
