@@ -194,6 +194,9 @@ def main(arguments: list[str] | None = None) -> None:
         "--tuned", nargs="*", type=int, default=range(len(SHAPES)), help="of these, where libraries that tune are timed"
     )
     parser.add_argument("--seconds", type=float, default=600, help="deadline; what is not done by then is left out")
+    parser.add_argument(
+        "--cache", type=Path, default=None, help="folder of compiled code to use and to keep; without, a fresh one"
+    )
     parser.add_argument("--first", action="store_true", help="then the first call of each op of ours, one at a time")
     parser.add_argument(
         "--redraw", action="store_true", help="only make tables and picture again, from the JSON in --out"
@@ -208,7 +211,8 @@ def main(arguments: list[str] | None = None) -> None:
     if not torch.cuda.is_available():
         raise SystemExit("benchmarks.gpu needs a CUDA device")
     report = Report(chosen.out)
-    with tempfile.TemporaryDirectory() as cache:
+    with tempfile.TemporaryDirectory() as fresh:
+        cache = fresh if chosen.cache is None else str(chosen.cache.absolute())
         children = start(chosen.only, list(chosen.shapes), set(chosen.tuned), cache)
         try:
             run(children, report, report.began + chosen.seconds)

@@ -155,7 +155,10 @@ def test_a_library_that_tunes_itself_does_so_on_the_second_device_first(tmp_path
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(gpu, "RESERVE", 0.0)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,7")
-    gpu.main(["--out", str(tmp_path), "--only", "FLA gated delta rule", "--shapes", "0", "--seconds", "20"])
+    cache = tmp_path / "kept"
+    arguments = ["--only", "FLA gated delta rule", "--shapes", "0", "--seconds", "20", "--cache", str(cache)]
+    gpu.main(["--out", str(tmp_path), *arguments])
+    assert (cache / "triton_cache_dir" / "tuned").is_dir()
     (row,) = json.loads((tmp_path / "gpu.json").read_text())["rows"]
     assert row["rounds"]["train_ms"] == [2.0, 2.0]
 
