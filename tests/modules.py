@@ -64,7 +64,7 @@ def qkv_longhand(layer: MemoryMixer, x, mask):
     if layer.conv is not None:
         qkv, _ = convolution_longhand(qkv, layer.conv.weight, mask, None, None)
         qkv = qkv if layer.conv.bias is None else qkv + layer.conv.bias
-        qkv = qkv * torch.sigmoid(qkv)
+        qkv = qkv if layer.conv_activation == "none" else qkv * torch.sigmoid(qkv)
     q, k = qkv[..., : Hk * K].reshape(B, T, Hk, K), qkv[..., Hk * K : 2 * Hk * K].reshape(B, T, Hk, K)
     return q, k, qkv[..., 2 * Hk * K :].reshape(B, T, H, V)
 

@@ -44,7 +44,12 @@ BASELINES = {
 MEMORIES = BASELINES | {
     name: builder(FastWeightAttention, rule=rule.replace(ridge="scaled")) for name, rule in sorted(fw.RULES.items())
 }
-EVERYTHING = {"rotary": True, "value_skip": True, "conv_start": "copy"}  # settings that every memory takes
+EVERYTHING = {
+    "rotary": True,
+    "value_skip": True,
+    "conv_start": "copy",
+    "conv_activation": "none",
+}  # settings that every memory takes
 SETTLED = {
     f"{name} with all settings": builder(FastWeightAttention, rule=rule.replace(ridge="scaled"), **EVERYTHING)
     for name, rule in sorted(fw.RULES.items())
@@ -387,6 +392,7 @@ def test_rotary_positions_go_on_exactly_however_far_they_have_come(build):
         (partial(DeltaAttention, 8, 0, decay=True), "num_heads: got 0"),
         (partial(DeltaAttention, 8, 2, decay=False, conv_width=-1), "conv_width: got -1"),
         (partial(DeltaAttention, 8, 2, decay=False, conv_start="zero"), "conv_start: got 'zero'"),
+        (partial(DeltaAttention, 8, 2, decay=False, conv_activation="relu"), "conv_activation: got 'relu'"),
         (partial(DeltaAttention, 6, 2, decay=False, rotary=True), "key_dim: got 3, expected an even width"),
         (partial(FastWeightAttention, 8, 2, rotary=True, feature_map="relu"), "feature_map: got 'relu'"),
     ],

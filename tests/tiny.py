@@ -14,7 +14,7 @@ from fastweight.models.cache import CACHE_NAME
 DTYPE = torch.float64
 VOCAB = 16
 HYBRID = ["falcon-3", "transformer"]
-SETTLED = {"mixer": "falcon-3", "rotary": True, "value_skip": True, "conv_start": "copy"}  # all settings of a memory
+SETTLED = {"rotary": True, "value_skip": True, "conv_start": "copy", "conv_activation": "none", "mixer": "falcon-3"}
 EVERY = [*MIXERS, "hybrid", "settled"]
 MEMORIES = [name for name in MIXERS if MIXERS[name].memory == "state"]
 SIZES = {"vocab_size": VOCAB, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}

@@ -1,6 +1,6 @@
 """What all memories share as layers: projections, short convolution, heads, norm and gate on the way out, the state.
 
-    q, k, v = silu(conv(x W_qkv))                          per head; no convolution, no silu
+    q, k, v = silu(conv(x W_qkv))                          per head; the silu is optional; no convolution, no silu
     q, k = R^t q, R^t k                                    rotary positions, if wanted (positions.py)
     o, memory = attend(x, q, k, v)                         the subclass: its gates and its op
     o = o + scale_h v                                      a way past the memory, if wanted
@@ -10,7 +10,7 @@ Traps: a masked token is absent for the convolution as for the memory; its own o
 subclass registers its gates between `__init__` and `add_output`: initial weights are drawn in the order of modules.
 """
 
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, Literal, NamedTuple, TypedDict
 
 import torch
 import torch.nn.functional as F
@@ -60,7 +60,8 @@ class MemoryOptions(TypedDict, total=False):
 
     key_dim, value_dim: widths K, V of one head; None means hidden_size // num_heads, for V times `expansion`.
     num_key_heads: number Hk of key heads, each read and written by H / Hk value heads; None means the layer's default.
-    conv_width: taps of the short convolution on q, k, v, which ends in a silu; 0 leaves both out.
+    conv_width: taps of the short convolution on q, k, v; 0 leaves it and its activation out.
+    conv_activation: what it ends in, "silu" or "none". A silu leaves q, k and v with little below 0.
     conv_start: its taps at step 0, "random" or "copy" (see `ShortConvolution`).
     rotary: whether q and k carry rotary positions (K is even then); None means the layer's default.
     rope_theta: base of the rotary frequencies.
@@ -73,6 +74,7 @@ class MemoryOptions(TypedDict, total=False):
     value_dim: int | None
     num_key_heads: int | None
     conv_width: int
+    conv_activation: Literal["silu", "none"]
     conv_start: ConvStart
     rotary: bool | None
     rope_theta: float
@@ -102,6 +104,7 @@ class MemoryMixer(nn.Module):
         value_dim: int | None = None,
         num_key_heads: int | None = None,
         conv_width: int = 4,
+        conv_activation: Literal["silu", "none"] = "silu",
         conv_start: ConvStart = "random",
         rotary: bool | None = None,
         rope_theta: float = 10_000.0,
@@ -125,6 +128,9 @@ class MemoryMixer(nn.Module):
         key_width = num_key_heads * self.key_dim
         self.split_sizes = (key_width, key_width, num_heads * self.value_dim)
         self.qkv_proj = nn.Linear(hidden_size, sum(self.split_sizes), bias=False)
+        if conv_activation not in ("silu", "none"):
+            raise ValueError(f"conv_activation: got {conv_activation!r}, expected 'silu' or 'none'")
+        self.conv_activation = conv_activation
         self.conv = None
         if conv_width:
             self.conv = ShortConvolution(sum(self.split_sizes), conv_width, self.conv_bias, conv_start)
@@ -235,7 +241,7 @@ class MemoryMixer(nn.Module):
         conv = qkv.new_zeros(len(x) if cu_seqlens is None else len(cu_seqlens) - 1, 0, qkv.shape[-1])
         if self.conv is not None:
             qkv, conv = self.conv(qkv, mask, cu_seqlens, cache)
-            qkv = F.silu(qkv)
+            qkv = F.silu(qkv) if self.conv_activation == "silu" else qkv
         q, k, v = qkv.split(self.split_sizes, dim=-1)
         q, k = (rearrange(u, "b t (h d) -> b t h d", d=self.key_dim) for u in (q, k))
         return q, k, rearrange(v, "b t (h d) -> b t h d", d=self.value_dim), conv

@@ -36,6 +36,7 @@ def _options(config: Any) -> MemoryOptions:
         "value_dim": config.value_dim,
         "num_key_heads": config.num_key_heads,
         "conv_width": config.conv_width,
+        "conv_activation": config.conv_activation,
         "conv_start": config.conv_start,
         "rotary": config.rotary,
         "rope_theta": config.rope_theta,

@@ -30,8 +30,8 @@ class FastWeightConfig(PreTrainedConfig):
         num_key_heads: key heads of the memories, shared by groups of value heads (the groups of mamba2); None means
             num_attention_heads, and 1 for mamba2.
         qk_norm: "rms" or "l2". feature_map: "identity", "elu+1" or "relu".
-        conv_width: taps of the short convolution of every memory; 0 for none. conv_start: at step 0, "random" or "copy"
-            (each token nearly as it is).
+        conv_width: taps of the short convolution of every memory; 0 for none. conv_activation: behind it, "silu" or
+            "none". conv_start: its taps at step 0, "random" or "copy" (each token nearly as it is).
         rotary: whether queries and keys of the memories carry rotary positions; None means those of retnet alone.
         value_skip: whether values also go past every memory, o + scale v; None means in mamba2 alone.
         lambda_scale: largest lambda (lambda-bar for ridge "scaled"); None: see `FastWeightAttention`.
@@ -70,6 +70,7 @@ class FastWeightConfig(PreTrainedConfig):
     qk_norm: str = "rms"
     feature_map: str = "identity"
     conv_width: int = 4
+    conv_activation: str = "silu"
     conv_start: str = "random"
     rotary: bool | None = None
     value_skip: bool | None = None
