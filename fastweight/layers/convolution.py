@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from fastweight.layers.parts import at_least_float32
-from fastweight.memory.modes import transformed
+from fastweight.memory.modes import as_new, transformed
 from fastweight.parallel.group import current
 
 
@@ -42,7 +42,7 @@ class _Taps(torch.autograd.Function):
         y = window[:, :T] * weight[:, 0]
         for j in range(1, weight.shape[1]):
             y = y.addcmul_(window[:, j : j + T], weight[:, j])
-        return y
+        return as_new(y)
 
     @staticmethod
     def backward(ctx, dy):  # type: ignore[override]

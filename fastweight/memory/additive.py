@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fastweight.memory.backward import exact_backward
 from fastweight.memory.decay import Crossing, decays
+from fastweight.memory.modes import as_new
 from fastweight.memory.slabs import flat, slabs
 from fastweight.memory.window import Band
 
@@ -43,7 +44,7 @@ class Additive(torch.autograd.Function):
             S = _forward(inputs, S, window and window.part(part, len(S)), read_before)
         ctx.save_for_backward(q, x, y, gain, log_decay, states)
         ctx.window, ctx.read_before = window, read_before
-        return o, S
+        return as_new(o), S
 
     @staticmethod
     @exact_backward

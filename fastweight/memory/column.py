@@ -20,6 +20,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fastweight.memory.backward import exact_backward
+from fastweight.memory.modes import as_new
 from fastweight.memory.slabs import flat, slabs
 from fastweight.memory.writes import Residual
 
@@ -234,7 +235,7 @@ class ColumnLocal(torch.autograd.Function):
         O = _reads(P, _decayed(U, f.carry), read_before).addcmul_(f.read, read)
         ctx.save_for_backward(seen, read, R, gain, log_decay, G, P)
         ctx.flags = read_before, regression
-        return O, U * f.rest
+        return as_new(O), U * f.rest
 
     @staticmethod
     @exact_backward
@@ -271,7 +272,7 @@ class ColumnScan(torch.autograd.Function):
             O.addcmul_(torch.bmm(Q, start), f.read)
         ctx.save_for_backward(q, x, R, gain, log_decay, states)
         ctx.flags = read_before, regression
-        return o, S
+        return as_new(o), S
 
     @staticmethod
     @exact_backward

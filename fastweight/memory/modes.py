@@ -42,6 +42,15 @@ def may_look(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" and has_values(tensor)
 
 
+def as_new(written: Tensor) -> Tensor:
+    """A tensor that a forward of an autograd.Function has written in place and returns.
+
+    torch.compile of torch 2.11 sends zeros back through such a one (pytorch issue 180642): it takes what the tensor was
+    before for a second result, and that for the first. A copy, which compilers leave out, has no such twin.
+    """
+    return written.clone() if torch.compiler.is_compiling() else written
+
+
 def transformed() -> bool:
     """Whether a transform of torch.func (vmap, grad, jvp, ...) is at work around the call."""
     return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()

@@ -21,6 +21,7 @@ from torch import Tensor
 from fastweight.memory.backward import exact_backward
 from fastweight.memory.decay import Crossing, decays
 from fastweight.memory.modes import doubled
+from fastweight.memory.modes import as_new
 from fastweight.memory.slabs import flat, slabs
 from fastweight.memory.triangular import unit_lower_inverse
 from fastweight.memory.window import Band
@@ -55,7 +56,7 @@ class Sliding(torch.autograd.Function):
             inverses.append(maps.T)
         ctx.save_for_backward(q, x, y, gain, log_decay, states, *inverses)
         ctx.window, ctx.before = window, (read_before, residual_before)
-        return o, S
+        return as_new(o), S
 
     @staticmethod
     @exact_backward

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from fastweight.memory.backward import exact_backward
 from fastweight.memory.decay import Crossing, decays
+from fastweight.memory.modes import as_new
 from fastweight.memory.slabs import flat, slabs
 from fastweight.memory.triangular import unit_lower_inverse
 
@@ -47,7 +48,7 @@ class Solve(torch.autograd.Function):
             kept += [T, R, states]
         ctx.save_for_backward(q, x, gain, log_decay, *kept)
         ctx.before = read_before, residual_before
-        return o, S
+        return as_new(o), S
 
     @staticmethod
     @exact_backward
