@@ -20,8 +20,7 @@ from torch import Tensor
 
 from fastweight.memory.backward import exact_backward
 from fastweight.memory.decay import Crossing, decays
-from fastweight.memory.modes import doubled
-from fastweight.memory.modes import as_new
+from fastweight.memory.modes import as_new, doubled
 from fastweight.memory.slabs import flat, slabs
 from fastweight.memory.triangular import unit_lower_inverse
 from fastweight.memory.window import Band
