@@ -72,7 +72,7 @@ def test_the_cells_of_pairing_and_timing_are_all_four_and_nothing_else_differs()
     for rule in ("falcon-1", "falcon-1a", "falcon-3a"):
         study = load_study(f"pairing-{rule}")
         models = [study.run(arm, 0).model for arm in study.arms]
-        defaults = load_recipe("addition-short", [f"model.mixer={rule}.3"]).model
+        defaults = load_recipe("addition-least-first", [f"model.mixer={rule}.3"]).model
         cells = {(m.get("pairing", "next-latent"), m.get("timing", "read-after-write")) for m in models}
         assert len(cells) == 4
         for model in models:
