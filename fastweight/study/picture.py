@@ -9,7 +9,7 @@ from itertools import groupby
 from pathlib import Path
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
+from matplotlib.figure import Figure, SubFigure
 
 from fastweight.evaluation.outcomes import Outcome
 from fastweight.evaluation.picture import COLOURS, line_style
@@ -19,22 +19,26 @@ MOST_LINES = 8  # more cannot be told apart
 MOST_PANELS = 5
 
 
-def draw(groups: Groups, measure: str, title: str, path: Path) -> None:
-    """Write the picture of one measure."""
+def draw(groups: Groups, measures: Mapping[str, str], path: Path) -> None:
+    """Write the picture of the first of the measures, given with their titles; dots have a row for each of them."""
+    measure, title = next(iter(measures.items()))
     if _over_states(groups):
         _draw_states(groups, measure, title, path)
         return
     many = len(groups) > MOST_LINES
-    figure = Figure(figsize=(11, 1.6 + 0.27 * len(groups)) if many else (9.5, 5.4), layout="constrained")
+    rows = measures if many else {measure: title}
+    size = (11, (1.3 + 0.27 * len(groups)) * len(rows) + 0.3) if many else (9.5, 5.4)
+    figure = Figure(figsize=size, layout="constrained")
     FigureCanvasAgg(figure)
-    figure.suptitle(
-        f"{title[0].upper()}{title[1:]}: {'every seed, and their mean' if many else 'mean and range of seeds'}"
-    )
-    (_dots if many else _lines)(figure, groups, measure)
+    parts = figure.subfigures(len(rows), 1, squeeze=False)[:, 0]
+    for part, (measure, title) in zip(parts, rows.items(), strict=True):
+        told = "every seed, and their mean" if many else "mean and range of seeds"
+        part.suptitle(f"{title[0].upper()}{title[1:]}: {told}")
+        (_dots if many else _lines)(part, groups, measure)
     figure.savefig(path, dpi=120)
 
 
-def _dots(figure: Figure, groups: Groups, measure: str) -> None:
+def _dots(figure: SubFigure, groups: Groups, measure: str) -> None:
     first, chosen = _first(groups), _chosen(groups)
     panels = figure.subplots(1, len(chosen), sharey=True, squeeze=False)[0]
     for panel, at in zip(panels, chosen, strict=True):
@@ -49,7 +53,7 @@ def _dots(figure: Figure, groups: Groups, measure: str) -> None:
     panels[0].invert_yaxis()
 
 
-def _lines(figure: Figure, groups: Groups, measure: str) -> None:
+def _lines(figure: SubFigure, groups: Groups, measure: str) -> None:
     panel = figure.subplots()
     first = _first(groups)
     low, high = max(first.trained[0], first.sizes[0]), first.trained[1]

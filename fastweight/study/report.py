@@ -152,7 +152,8 @@ def _draw(study: Study, outcomes: Outcomes, path: Path) -> None:
     if texts:
         text_report.draw(by_arm(study, texts), path)
     else:
-        picture.draw(by_arm(study, drawn), study.judged_by, MEASURES[study.judged_by], path)
+        shown = ("exact", "token") if study.judged_by == "exact" else ("token",)
+        picture.draw(by_arm(study, drawn), {measure: MEASURES[measure] for measure in shown}, path)
 
 
 def kinds(outcomes: Outcomes) -> tuple[list[TextOutcome], list[Outcome]]:
