@@ -355,7 +355,7 @@ def test_a_report_holds_every_section_the_papers_figures_and_what_is_open(tmp_pa
     write_study(replace(study, name="One", scored="validation"), scored[:1], chosen, [{"commit": "abc"}])
     told = write_collection(tmp_path, tmp_path)[0].read_text()
     # The paper's Transformer has 65.8; of a sweep nothing stands beside it.
-    assert "| 2 | 100.0 ± 0.0 | 91.0 ± 1.4 | 91.0 ± 1.4 | 91.0 ± 1.4 | - | +25.2* |" in told
+    assert "| 2 | 100.0 ± 0.0 | 91.0 ± 1.4 | 91.0 ± 1.4 | 91.0 ± 1.4 | - | 91.0 ± 1.4 | +25.2* |" in told
     assert "no figure of ours for transformer" not in told
     assert "\n## One (one)\n" in told
     assert "\n## One (three)\n" in told, "pages of one title are told apart"
@@ -395,20 +395,24 @@ def test_claims_are_computed_whatever_they_say():
     groups = {run[0].arm: run for run in (theirs, ahead, behind, close, single)}
     study = Study("sums", "", "addition-small", {arm: [] for arm in groups}, "transformer", seeds=2)
     told = "\n".join(sentences([Trained("sums", study, groups)]))
-    for name, word, by in (
-        ("falcon-3a.3", "(+21.4): **holds**", "+30.0 ± 0.0 points, 2 seeds"),
-        ("mamba2", "(+9.4): **refuted**", "-40.0 ± 0.0 points, 2 seeds"),
-        ("falcon-1a.3", "(+20.1): **not decided**", "+3.0 ± 3.0 points, 2 seeds"),
-        ("retnet", "(+17.1): **not decided**", "+40.0 points, 1 seed"),
+    for name, papers, by in (
+        ("falcon-3a.3", "+21.4", "**holds** (+30.0 ± 0.0 points, 2 seeds)"),
+        ("mamba2", "+9.4", "**refuted** (-40.0 ± 0.0 points, 2 seeds)"),
+        ("falcon-1a.3", "+20.1", "**not decided** (+3.0 ± 3.0 points, 2 seeds)"),
+        ("retnet", "+17.1", "**not decided** (+40.0 points, 1 seed)"),
     ):
-        assert f"[sums](#sums): {name} above the Transformer on longer sums, as in the paper {word} ({by})." in told
-    assert "pair by pair of 5 models: 4 as there, 1 the other way, 5 not decided." in told
+        line = f"{name} above the Transformer on longer sums, as in the paper ({papers}): "
+        line += f"whole sums {by}, their digits {by}."
+        assert f"[sums](#sums): {line}" in told
+    order = "4 as there, 1 the other way, 5 not decided"
+    assert f"pair by pair of 5 models: whole sums {order}; their digits {order}." in told
     assert "digits by -25.0 (transformer)" in told
     assert sentences([Trained("sums", replace(study, scored="validation"), groups)]) == []
     cells = {"next, after": ahead, "same, after": behind}
     square = Study("pairs", "", "addition-small", {arm: [] for arm in cells}, "next, after", seeds=2)
     (told,) = sentences([Trained("pairs", square, cells)])
-    assert "falcon-3a.3, read after the write **holds** (+70.0 ± 0.0 points, 2 seeds)." in told
+    by = "**holds** (+70.0 ± 0.0 points, 2 seeds)"
+    assert f"falcon-3a.3, read after the write whole sums {by}, their digits {by}." in told
     gains = {"m, gain < 1": theirs, "m, gain < 2": close}
     capped = Study("gains", "", "s3-tiny", {arm: [] for arm in gains}, "m, gain < 1", seeds=2)
     (told,) = sentences([Trained("gains", capped, gains)])

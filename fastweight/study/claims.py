@@ -21,6 +21,7 @@ from fastweight.study.figures import difference
 from fastweight.study.plan import Study
 
 HOLDS, REFUTED, OPEN = "holds", "refuted", "not decided"
+SUMS = {"exact": "whole sums ", "token": "their digits "}  # the paper does not say which of the two its accuracy is
 AHEAD = ("falcon-3a.3", "falcon-1a.3", "falcon-1.3", "retnet", "mamba2")  # of the Transformer, as the paper has it
 
 
@@ -102,6 +103,14 @@ def _against(ours: Sequence[Outcome], theirs: Sequence[Outcome], measure: str, l
     return f"{difference([100 * value for value in values], 1)} points, {_seeds(values)}"
 
 
+def _told(ours: Sequence[Outcome], theirs: Sequence[Outcome], measures: Mapping[str, str], longer: bool) -> str:
+    """The verdict by each of the measures, which come with a word that goes before it."""
+    return ", ".join(
+        f"{word}**{verdict(ours, theirs, measure, longer)}** ({_against(ours, theirs, measure, longer)})"
+        for measure, word in measures.items()
+    )
+
+
 def _seeds(values: Sequence[float]) -> str:
     return f"{len(values)} seed{'s' * (len(values) != 1)}"
 
@@ -113,27 +122,31 @@ def _table_3(groups: Groups) -> list[str]:
         ours = groups.get(name, [])
         if ours and theirs:
             papers = paper.ADDITION[name].longer - paper.ADDITION["transformer"].longer
-            told = f"**{verdict(ours, theirs, 'exact', True)}** ({_against(ours, theirs, 'exact', True)})"
+            told = _told(ours, theirs, SUMS, True)
             lines.append(f"{name} above the Transformer on longer sums, as in the paper ({papers:+.1f}): {told}.")
     both = [name for name in paper.ADDITION if means.get(name) is not None]
     if len(both) > 2:
         lines.append(_order(groups, both))
     new = [
-        f"{arm} {100 * value:.1f} %" for arm, value in means.items() if arm not in paper.ADDITION and value is not None
+        f"{arm} {100 * value:.1f} ({100 * (_mean(groups[arm], 'token') or 0.0):.1f})"
+        for arm, value in means.items()
+        if arm not in paper.ADDITION and value is not None
     ]
     if new:
-        lines.append(f"not in the paper's table, whole longer sums right: {', '.join(new)}.")
+        lines.append(f"not in the paper's table, % of whole longer sums right (of their digits): {', '.join(new)}.")
     return lines + _free(groups)
 
 
 def _order(groups: Groups, names: Sequence[str]) -> str:
     """How many pairs of models stand as in the paper's Table 3."""
-    found = Counter()
-    for one, other in combinations(names, 2):
-        first, second = sorted((one, other), key=lambda name: -paper.ADDITION[name].longer)
-        found[verdict(groups[first], groups[second], "exact", True)] += 1
-    told = f"{found[HOLDS]} as there, {found[REFUTED]} the other way, {found[OPEN]} not decided"
-    return f"the order of Table 3, pair by pair of {len(names)} models: {told}."
+    told = []
+    for measure, word in SUMS.items():
+        found = Counter()
+        for one, other in combinations(names, 2):
+            first, second = sorted((one, other), key=lambda name: -paper.ADDITION[name].longer)
+            found[verdict(groups[first], groups[second], measure, True)] += 1
+        told.append(f"{word}{found[HOLDS]} as there, {found[REFUTED]} the other way, {found[OPEN]} not decided")
+    return f"the order of Table 3, pair by pair of {len(names)} models: {'; '.join(told)}."
 
 
 def _free(groups: Groups) -> list[str]:
@@ -159,9 +172,9 @@ def _pairing(one: Trained) -> str:
     if not {"next, after", "same, after"} <= groups.keys():
         return ""
     measure, longer = _measure(one)
+    measures = SUMS if measure == "exact" else {measure: ""}
     told = [
-        f"{timing} the write **{verdict(groups[ours], groups[theirs], measure, longer)}** "
-        f"({_against(groups[ours], groups[theirs], measure, longer)})"
+        f"{timing} the write {_told(groups[ours], groups[theirs], measures, longer)}"
         for timing in ("after", "before")
         if (ours := f"next, {timing}") in groups and (theirs := f"same, {timing}") in groups
     ]

@@ -127,9 +127,10 @@ def _beside(studies: Sequence[Trained], texts: Sequence[Read]) -> list[str]:
 
 ADDITION = """\
 **Addition**, % of whole sums right, teacher-forced unless generated (paper: 124M, one seed). "Longer" is longer than in
-training. * marks differences of its mean above twice our spread over seeds; levels of smaller models need not agree."""
+training; "digits" counts theirs, since the paper does not say which of the two it counts. * marks differences of its
+mean from our whole sums above twice our spread over seeds; levels of smaller models need not agree."""
 ADDITION_HEAD = ["model", "paper: trained", "33 to 48", "at 33", "at 48", "here: seeds", "trained", "longer sums"]
-ADDITION_HEAD += ["shortest of them", "longest", "longer, generated freely", "difference"]
+ADDITION_HEAD += ["shortest of them", "longest", "longer, generated freely", "longer, digits", "difference"]
 LANGUAGE = """\
 **Language**, perplexities and zero-shot average at 124M to 130M parameters on 49.2B tokens of FineWeb-Edu. Ours are of
 smaller models on other, far fewer tokens: their order may be compared, their levels may not."""
@@ -155,11 +156,12 @@ def _addition_row(name: str, ours: Sequence[Outcome]) -> list[str]:
     row = paper.ADDITION.get(name)
     told = [name, *map(_figure, row or (None,) * 4)]
     if not ours:
-        return [*told, "not run", *["-"] * 6]
+        return [*told, "not run", *["-"] * 7]
     first = min((i for i, size in enumerate(ours[0].sizes) if size > ours[0].trained[1]), default=None)
     cells = [_means(ours, "exact", False), _means(ours, "exact", True)]
     cells += [[o.shares["exact"][at] for o in ours] if at is not None else [] for at in (first, -1)]
     cells.append(_means([o for o in ours if "generated" in o.shares], "generated", True))
+    cells.append(_means(ours, "token", True))
     told += [str(len(ours)), *(spread([100 * value for value in values], 1) for values in cells)]
     longer = [100 * value for value in cells[1]]
     if row is None or not longer:
