@@ -250,6 +250,11 @@ def test_what_excludes_each_other_is_refused(data: Path, tmp_path: Path, monkeyp
         train(run_of(data, engine={"parallel": "fsdp2"}), tmp_path / "a", console=quiet())
     assert not (tmp_path / "a").exists()
     with monkeypatch.context() as patch:
+        patch.setattr(arguments, "is_torch_bf16_gpu_available", lambda: False)
+        with pytest.raises(ValueError, match=r"training.precision: got 'bf16' on a machine without a GPU that has it"):
+            train(run_of(data, training={"precision": "bf16", "device": "auto"}), tmp_path / "a", console=quiet())
+        assert not (tmp_path / "a").exists()
+    with monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: True)
         half = run_of(data, engine={"parallel": "fsdp2"}, training={"precision": "bf16-weights", "device": "auto"})
         with pytest.raises(ValueError, match=r"training.precision: got 'bf16-weights' with engine.parallel 'fsdp2'"):

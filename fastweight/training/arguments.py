@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from transformers import TrainingArguments
+from transformers.utils import is_torch_bf16_gpu_available
 
 from fastweight.recipes import AdditionTask, Run
 
@@ -46,6 +47,11 @@ def training_arguments(run: Run, run_dir: Path, accumulation: int, items: int = 
     Raises ValueError for settings that exclude each other on this machine.
     """
     settings = run.training
+    if settings.precision == "bf16" and settings.device == "auto" and not is_torch_bf16_gpu_available():
+        raise ValueError(
+            "training.precision: got 'bf16' on a machine without a GPU that has it; expected 'fp32', or training.device "
+            "'cpu' for bfloat16 on the CPU"
+        )
     args = TrainingArguments(
         output_dir=str(run_dir),
         run_name=run.name,
