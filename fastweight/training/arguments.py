@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from transformers import TrainingArguments
-from transformers.utils import is_torch_bf16_gpu_available
+from transformers.utils.import_utils import is_torch_bf16_gpu_available
 
 from fastweight.recipes import AdditionTask, Run
 
@@ -49,8 +49,8 @@ def training_arguments(run: Run, run_dir: Path, accumulation: int, items: int = 
     settings = run.training
     if settings.precision == "bf16" and settings.device == "auto" and not is_torch_bf16_gpu_available():
         raise ValueError(
-            "training.precision: got 'bf16' on a machine without a GPU that has it; expected 'fp32', or training.device "
-            "'cpu' for bfloat16 on the CPU"
+            "training.precision: got 'bf16' on a machine without a GPU that has it; expected 'fp32', or "
+            "training.device 'cpu' for bfloat16 on the CPU"
         )
     args = TrainingArguments(
         output_dir=str(run_dir),
