@@ -134,10 +134,11 @@ class MemoryMixer(nn.Module):
         self.conv = None
         if conv_width:
             self.conv = ShortConvolution(sum(self.split_sizes), conv_width, self.conv_bias, conv_start)
-        self.skip = HeadSkip(num_heads) if (self.skip_by_default if value_skip is None else value_skip) else None
+        self.value_skip = self.skip_by_default if value_skip is None else value_skip
 
     def add_output(self, output_gate: bool) -> None:
-        """Registers what stands behind the memory: norm, gate (silu(x W), if wanted) and projection."""
+        """Registers what stands behind the memory: way past it, norm, gate (silu(x W), if wanted) and projection."""
+        self.skip = HeadSkip(self.num_heads) if self.value_skip else None
         value_width = self.num_heads * self.value_dim
         self.o_norm = RMSNorm(self.value_dim, self.norm_eps)
         self.g_proj = nn.Linear(self.hidden_size, value_width, bias=False) if output_gate else None
