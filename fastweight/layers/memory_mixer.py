@@ -10,7 +10,7 @@ Traps: a masked token is absent for the convolution as for the memory; its own o
 subclass registers its gates between `__init__` and `add_output`: initial weights are drawn in the order of modules.
 """
 
-from typing import Any, Literal, NamedTuple, TypedDict
+from typing import Any, Literal, NamedTuple, TypedDict, get_args
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,8 @@ from fastweight.layers.positions import real_positions, turned_back
 from fastweight.memory.checks import check_cu_seqlens
 from fastweight.memory.rules import Rule
 from fastweight.memory.state import State
+
+ConvActivation = Literal["silu", "none"]
 
 
 class LayerState(NamedTuple):
@@ -74,7 +76,7 @@ class MemoryOptions(TypedDict, total=False):
     value_dim: int | None
     num_key_heads: int | None
     conv_width: int
-    conv_activation: Literal["silu", "none"]
+    conv_activation: ConvActivation
     conv_start: ConvStart
     rotary: bool | None
     rope_theta: float
@@ -104,7 +106,7 @@ class MemoryMixer(nn.Module):
         value_dim: int | None = None,
         num_key_heads: int | None = None,
         conv_width: int = 4,
-        conv_activation: Literal["silu", "none"] = "silu",
+        conv_activation: ConvActivation = "silu",
         conv_start: ConvStart = "random",
         rotary: bool | None = None,
         rope_theta: float = 10_000.0,
@@ -128,7 +130,7 @@ class MemoryMixer(nn.Module):
         key_width = num_key_heads * self.key_dim
         self.split_sizes = (key_width, key_width, num_heads * self.value_dim)
         self.qkv_proj = nn.Linear(hidden_size, sum(self.split_sizes), bias=False)
-        if conv_activation not in ("silu", "none"):
+        if conv_activation not in get_args(ConvActivation):
             raise ValueError(f"conv_activation: got {conv_activation!r}, expected 'silu' or 'none'")
         self.conv_activation = conv_activation
         self.conv = None
@@ -217,13 +219,13 @@ class MemoryMixer(nn.Module):
             "cu_seqlens": cu_seqlens,
             "mask": mask,
         }
-        if not self.rotary:
-            o, memory = self.attend(hidden_states, q, k, v, around)
-        else:
+        count = None
+        if self.rotary:
             positions, count = real_positions(hidden_states, mask, cu_seqlens)
             q, k = (rotate(u, positions, self.rope_theta) for u in (q, k))
-            o, memory = self.attend(hidden_states, q, k, v, around)
-            memory = None if memory is None else turned_back(memory, count, self.rope_theta)
+        o, memory = self.attend(hidden_states, q, k, v, around)
+        if memory is not None and count is not None:
+            memory = turned_back(memory, count, self.rope_theta)
         return self._output(o, v, hidden_states), None if memory is None else LayerState(conv, memory)
 
     def _turn_in_place(self, memory: State, x: Tensor, mask: Tensor | None) -> None:
