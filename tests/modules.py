@@ -9,6 +9,8 @@ from torch import nn
 from fastweight.layers.memory_mixer import LayerState, MemoryMixer
 
 DTYPE = torch.float64
+# Settings that every memory takes, none as it is unless told otherwise.
+SETTINGS = {"rotary": True, "value_skip": True, "conv_start": "copy", "conv_activation": "none"}
 
 
 def random(*shape, seed=0):
@@ -77,3 +79,11 @@ def output_longhand(layer: MemoryMixer, o, x):
         gate = x @ layer.g_proj.weight.T
         o = o * gate * torch.sigmoid(gate)
     return o @ layer.o_proj.weight.T
+
+
+def turned_longhand(u, mask, theta):
+    """Token t times e^(i w n), n the number of real tokens up to it, of coordinates (j, j + K/2) as complex numbers."""
+    half = u.shape[-1] // 2
+    angle = torch.stack([row.cumsum(0) for row in mask])[..., None] * theta ** -(torch.arange(half, dtype=DTYPE) / half)
+    turned = torch.complex(u[..., :half], u[..., half:]) * torch.polar(torch.ones_like(angle), angle)[:, :, None]
+    return torch.cat([turned.real, turned.imag], dim=-1)

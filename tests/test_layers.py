@@ -1,4 +1,4 @@
-"""Layers against longhand loops: norms, convolution, gates, the fast-weight layer, softmax attention.
+"""Layers against longhand loops: norms, gates, the fast-weight layer, softmax attention.
 
 Everything is tiny and in float64. `grads` makes one scalar of outputs with fixed weights, so that gradients of inputs
 and parameters are compared wherever values are. The layer's judge writes out convolution, norms and gates token by
@@ -14,19 +14,18 @@ from longhand import longhand
 from modules import (
     DTYPE,
     check_all,
-    convolution_longhand,
     grads,
     output_longhand,
     parts,
     qkv_longhand,
     random,
     seeded,
+    turned_longhand,
 )
 from torch import nn
 
 import fastweight as fw
 from fastweight.layers.attention import FastWeightAttention
-from fastweight.layers.convolution import ShortConvolution
 from fastweight.layers.mixers import MIXERS, mixer_of
 from fastweight.layers.parts import (
     FEATURE_MAPS,
@@ -136,49 +135,6 @@ class TestGate:
         }
 
 
-class TestShortConvolution:
-    @pytest.mark.parametrize("width", [1, 2, 4])
-    @pytest.mark.parametrize("bounds", [None, [0, 3, 3, 4, 9], [0, 9]])
-    @pytest.mark.parametrize("masked", [False, True])
-    @pytest.mark.parametrize("cached", [False, True])
-    def test_equals_the_loop(self, width, bounds, masked, cached):
-        batch = 3 if bounds is None else 1
-        conv = seeded(ShortConvolution(2, width))
-        x = random(batch, 9, 2).requires_grad_()
-        mask = random(batch, 9, seed=3) > 0 if masked else None
-        rows = batch if bounds is None else len(bounds) - 1
-        cache = random(rows, width - 1, 2, seed=4).requires_grad_() if cached else None
-        cu_seqlens = None if bounds is None else torch.tensor(bounds, dtype=torch.int32)
-        y, new = conv(x, mask, cu_seqlens, cache)
-        if masked:
-            y = y * mask[..., None]
-        expected = convolution_longhand(x, conv.weight, mask, bounds, cache)
-        check_all([y, new], expected, "output and cache")
-        sources = [x, conv.weight] + ([cache] if cached else [])
-        check_all(grads([y, new], sources), grads(expected, sources), "gradient", "gradient")
-
-    @pytest.mark.parametrize("bounds", [None, [0, 0]])
-    def test_no_tokens_keep_the_cache(self, bounds):
-        conv, cache = seeded(ShortConvolution(2, 4)), random(1, 3, 2)
-        y, new = conv(random(1, 0, 2), None, None if bounds is None else torch.tensor(bounds), cache)
-        assert y.shape == (1, 0, 2)
-        assert (new == cache).all()
-
-    def test_a_row_without_real_tokens_keeps_its_cache(self):
-        conv, cache = seeded(ShortConvolution(2, 4)), random(1, 3, 2)
-        _, new = conv(random(1, 5, 2), torch.zeros(1, 5, dtype=torch.bool), None, cache)
-        assert (new == cache).all()
-
-    def test_taps_that_start_as_a_copy_pass_each_token_nearly_as_it_is(self):
-        conv, x = ShortConvolution(64, 4, start="copy"), random(1, 50, 64).float()
-        assert 0 < (conv(x)[0] - x).std() < 0.1
-        assert conv.drawn_taps().std() < 0.5
-
-    def test_a_cache_of_another_shape_is_refused(self):
-        with pytest.raises(ValueError, match=r"cache: got shape \(1, 2, 2\), expected \[N, 3, 2\]"):
-            ShortConvolution(2, 4)(torch.zeros(1, 5, 2), cache=torch.zeros(1, 2, 2))
-
-
 def layer_longhand(layer: FastWeightAttention, x, mask=None):
     """The layer on one batch, from a fresh start, with its parameters but none of its code."""
     (B, T, _), K, V, H = x.shape, layer.key_dim, layer.value_dim, layer.num_heads
@@ -195,14 +151,6 @@ def layer_longhand(layer: FastWeightAttention, x, mask=None):
     lam = layer.lambda_scale * torch.sigmoid(x @ layer.lam_gate.weight.T + layer.lam_gate.bias)
     o = longhand(q, k, v, step, lam, layer.rule, mask=mask).o
     return output_longhand(layer, o if layer.skip is None else o + layer.skip.weight[:, None] * v, x)
-
-
-def turned_longhand(u, mask, theta):
-    """Token t times e^(i w n), n the number of real tokens up to it, of coordinates (j, j + K/2) as complex numbers."""
-    half = u.shape[-1] // 2
-    angle = torch.stack([row.cumsum(0) for row in mask])[..., None] * theta ** -(torch.arange(half, dtype=DTYPE) / half)
-    turned = torch.complex(u[..., :half], u[..., half:]) * torch.polar(torch.ones_like(angle), angle)[:, :, None]
-    return torch.cat([turned.real, turned.imag], dim=-1)
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -356,12 +304,10 @@ def softmax_longhand(layer: SoftmaxAttention, x):
     """One sequence [T, D] from the start, query by query."""
     T, H, d = len(x), layer.num_heads, layer.head_dim
     q, k, v = (x @ layer.qkv_proj.weight.T).reshape(T, 3, H, d).unbind(1)
-    turn = torch.arange(T, dtype=DTYPE)[:, None] * layer.rope_theta ** -(torch.arange(d // 2, dtype=DTYPE) * 2 / d)
-    turn = torch.polar(torch.ones_like(turn), turn)[:, None]
-    q, k = (torch.complex(u[..., : d // 2], u[..., d // 2 :]) * turn for u in (q, k))
+    q, k = turned_longhand(torch.stack((q, k)), torch.ones(2, T), layer.rope_theta)
     rows = []
     for t in range(T):
-        scores = (q[t].conj() * k[: t + 1]).real.sum(-1) / math.sqrt(d)  # [t+1, H]
+        scores = (q[t] * k[: t + 1]).sum(-1) / math.sqrt(d)  # [t+1, H]
         rows.append((torch.softmax(scores, 0)[..., None] * v[: t + 1]).sum(0).flatten())
     return torch.stack(rows) @ layer.o_proj.weight.T
 

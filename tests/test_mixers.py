@@ -11,7 +11,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from modules import DTYPE, check_all, grads, output_longhand, parts, qkv_longhand, random, seeded
+from modules import DTYPE, SETTINGS, check_all, grads, output_longhand, parts, qkv_longhand, random, seeded
 from torch import nn
 from transformers.models.mamba2 import Mamba2Config
 from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
@@ -44,21 +44,15 @@ BASELINES = {
 MEMORIES = BASELINES | {
     name: builder(FastWeightAttention, rule=rule.replace(ridge="scaled")) for name, rule in sorted(fw.RULES.items())
 }
-EVERYTHING = {
-    "rotary": True,
-    "value_skip": True,
-    "conv_start": "copy",
-    "conv_activation": "none",
-}  # settings that every memory takes
 SETTLED = {
-    f"{name} with all settings": builder(FastWeightAttention, rule=rule.replace(ridge="scaled"), **EVERYTHING)
+    f"{name} with all settings": builder(FastWeightAttention, rule=rule.replace(ridge="scaled"), **SETTINGS)
     for name, rule in sorted(fw.RULES.items())
 } | {
     "falcon-3a with a normalised read and all settings": builder(
-        FastWeightAttention, rule=fw.RULES["falcon-3a"].replace(ridge="scaled", read="normalized"), **EVERYTHING
+        FastWeightAttention, rule=fw.RULES["falcon-3a"].replace(ridge="scaled", read="normalized"), **SETTINGS
     ),
-    "gated-deltanet with all settings": builder(DeltaAttention, decay=True, **EVERYTHING),
-    "mamba2 with all settings": builder(StateSpaceMixer, **EVERYTHING),
+    "gated-deltanet with all settings": builder(DeltaAttention, decay=True, **SETTINGS),
+    "mamba2 with all settings": builder(StateSpaceMixer, **SETTINGS),
     "retnet without positions": builder(Retention, rotary=False, value_skip=True),
 }
 MEMORIES |= SETTLED

@@ -6,6 +6,7 @@ parameters are moved off their starting points (symmetric gates hide mistakes).
 
 import torch
 from conftest import assert_close
+from modules import SETTINGS
 
 from fastweight.layers.mixers import MIXERS
 from fastweight.models import FastWeightConfig, FastWeightForCausalLM
@@ -14,7 +15,7 @@ from fastweight.models.cache import CACHE_NAME
 DTYPE = torch.float64
 VOCAB = 16
 HYBRID = ["falcon-3", "transformer"]
-SETTLED = {"rotary": True, "value_skip": True, "conv_start": "copy", "conv_activation": "none", "mixer": "falcon-3"}
+SETTLED = SETTINGS | {"mixer": "falcon-3"}
 EVERY = [*MIXERS, "hybrid", "settled"]
 MEMORIES = [name for name in MIXERS if MIXERS[name].memory == "state"]
 SIZES = {"vocab_size": VOCAB, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
