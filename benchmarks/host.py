@@ -50,7 +50,7 @@ def no_launches() -> Iterator[None]:
         for target, name, value in (
             (JITFunction, "__getitem__", lambda self, grid: lambda *_, **__: nothing),
             (torch.cuda, "current_device", lambda: 0),
-            (dispatch, "_machine_reason", lambda device: None),
+            (dispatch, "machine_reason", lambda device: None),
             (launch_hopper, "available", lambda device: True),
             (launch_hopper_gradient, "available", lambda device: True),
             (start, "_compiled", {}),

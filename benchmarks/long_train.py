@@ -164,7 +164,7 @@ def planned(recipe: str, length: int, settings: list[str]) -> dict[str, Any]:
     from fastweight.kernels import dispatch
 
     model = model_of(recipe, ["model.backend=triton", *settings])
-    no_gpu = mock.patch.object(dispatch, "_machine_reason", return_value=None)  # operators answer with shapes
+    no_gpu = mock.patch.object(dispatch, "machine_reason", return_value=None)  # operators answer with shapes
     with no_gpu, FakeTensorMode(allow_non_fake_inputs=True), Allocations() as live:
         ids = torch.zeros(1, length, dtype=torch.long)
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()

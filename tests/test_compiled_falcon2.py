@@ -27,7 +27,7 @@ MOST_SPILLS = {
 def test_code_for_hopper(D, monkeypatch):
     wanted = {name: most for (width, name), most in MOST_SPILLS.items() if width == D}
     monkeypatch.setattr(launch_hopper_gradient, "available", lambda device: True)
-    monkeypatch.setattr(dispatch, "_machine_reason", lambda device: None)
+    monkeypatch.setattr(dispatch, "machine_reason", lambda device: None)
     test = case("falcon-2", shape=(1, 128, 2, 2, D, D))
     compiled = made_of(test, "|".join(map(re.escape, wanted)), [launch_solve_columns], monkeypatch)
     assert compiled.keys() == wanted.keys()

@@ -23,7 +23,7 @@ HOSTS = [importlib.import_module(f"fastweight.kernels.{path.stem}") for path in 
 @pytest.mark.parametrize("rule", ["falcon-1", "falcon-1a"])
 def test_wide_float32_fits(rule, surroundings, monkeypatch):
     """With a carried key: products hold what is put together of two loads in shared memory, once for each use."""
-    monkeypatch.setattr(dispatch, "_machine_reason", lambda device: None)
+    monkeypatch.setattr(dispatch, "machine_reason", lambda device: None)
     test = case(rule, shape=(1, 150, 1, 2, 256, 256), state=True, key=True, **surroundings)
     hosts = [host for host in HOSTS if hasattr(host, "start")]
     made = made_of(test, "forward|backward", hosts, monkeypatch, torch.float32)

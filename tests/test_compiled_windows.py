@@ -26,7 +26,7 @@ LEAST_PRODUCTS = {
 @pytest.mark.parametrize("timing", ["read-after-write", "read-before-write"])
 def test_products_find_their_operands_and_nothing_spills(timing, monkeypatch):
     monkeypatch.setattr(launch_hopper_windows, "available", lambda device: True)
-    monkeypatch.setattr(dispatch, "_machine_reason", lambda device: None)
+    monkeypatch.setattr(dispatch, "machine_reason", lambda device: None)
     test = case("falcon-3", {"timing": timing}, shape=(1, 130, 2, 4, D, D), state=True)
     wanted = "|".join(map(re.escape, LEAST_PRODUCTS))
     compiled = made_of(test, wanted, [launch_windows, launch_hopper_windows], monkeypatch)

@@ -53,7 +53,7 @@ def machine(monkeypatch):
             monkeypatch.setattr(host, "start", start)
     monkeypatch.setattr(launch_hopper, "available", lambda device: True)
     monkeypatch.setattr(launch_hopper_gradient, "available", lambda device: True)
-    monkeypatch.setattr(dispatch, "_machine_reason", lambda device: None)
+    monkeypatch.setattr(dispatch, "machine_reason", lambda device: None)
     monkeypatch.setattr(launch_additive, "PLAIN", None)
     monkeypatch.setattr(launch_solve, "PLAIN", None)
 

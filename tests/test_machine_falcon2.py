@@ -39,7 +39,7 @@ def vain(monkeypatch, request):
 
     monkeypatch.setattr(launch_solve_columns, "start", noting)
     monkeypatch.setattr(launch_hopper_gradient, "available", lambda device: True)
-    monkeypatch.setattr(dispatch, "_machine_reason", lambda device: None)
+    monkeypatch.setattr(dispatch, "machine_reason", lambda device: None)
     return noted
 
 

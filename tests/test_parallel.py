@@ -156,7 +156,7 @@ def test_a_rank_calls_little_more_than_one_process(name):
     ],
 )
 def test_which_calls_a_device_sends_in_one_message(monkeypatch, rule, changes, expected):
-    monkeypatch.setattr(dispatch, "_machine_reason", lambda device: None)
+    monkeypatch.setattr(dispatch, "machine_reason", lambda device: None)
     rule = fw.RULES[rule].replace(**changes)
     x = torch.empty(1, 64, 1, 64, dtype=torch.bfloat16)
     gain = torch.empty(1, 64, 1, 64) if rule.gain == "column" else torch.empty(1, 64, 1)

@@ -46,7 +46,7 @@ def supported(
         _rule_reason(rule, log_decay, mask)
         or _tensor_reason(q, k, v, rule)
         or _gate_reason(k, v, rule, {"beta": beta, "lam": lam, "log_decay": log_decay, "S": S, "key": key})
-        or _machine_reason(v.device)
+        or machine_reason(v.device)
     )
 
 
@@ -76,7 +76,7 @@ def step_supported(
     if any(part.dtype != torch.float32 for part in floats):
         return f"kernels keep states in float32, got {', '.join(str(part.dtype) for part in floats)}"
     given = {"beta": beta, "lam": lam, "log_decay": log_decay}
-    return _width_reason(q, k, v) or _dtype_reason(v, given) or _machine_reason(v.device)
+    return _width_reason(q, k, v) or _dtype_reason(v, given) or machine_reason(v.device)
 
 
 def _rule_reason(rule: Any, log_decay: Tensor | None, mask: Tensor | None) -> str | None:
@@ -138,7 +138,8 @@ def _dtype_reason(v: Tensor, given: dict[str, Tensor | None]) -> str | None:
 
 
 @torch.compiler.assume_constant_result
-def _machine_reason(device: torch.device) -> str | None:
+def machine_reason(device: torch.device) -> str | None:
+    """Why no kernel runs on a device, or None."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
     if device.type != "cuda":

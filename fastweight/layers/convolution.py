@@ -1,8 +1,9 @@
 """Short causal depthwise convolution that knows about masks, packed documents and decoding.
 
-Turns x [B, T, D] into y [B, T, D], y_t = sum_j weight[:, W-1-j] x_{t-j}, and hands back the last W-1 inputs, the
-whole of what decoding needs. A masked token is absent: it is in nobody's receptive field and does not enter the
-cache. A packed document never sees its neighbour. Zeros stand for "nothing yet", so a zero cache is a fresh start.
+Turns x [B, T, D] into y [B, T, D], y_t = f(sum_j weight[:, W-1-j] x_{t-j} + bias) with f a silu or nothing, and hands
+back the last W-1 inputs, the whole of what decoding needs. On a GPU one kernel does it each way
+(kernels/convolution.py). A masked token is absent: it is in nobody's receptive field and does not enter the cache. A
+packed document never sees its neighbour. Zeros stand for "nothing yet", so a zero cache is a fresh start.
 """
 
 from typing import Literal, get_args
@@ -76,20 +77,49 @@ def _spread(dy: Float[Tensor, "N L D"], weight: Float[Tensor, "D W"], rows: int)
 
 
 ConvStart = Literal["random", "copy"]
+ConvActivation = Literal["silu", "none"]
+
+
+def check_convolution(start: str, activation: str) -> None:
+    """ValueError for a name that is none."""
+    if start not in get_args(ConvStart):
+        raise ValueError(f"conv_start: got {start!r}, expected 'random' or 'copy'")
+    if activation not in get_args(ConvActivation):
+        raise ValueError(f"conv_activation: got {activation!r}, expected 'silu' or 'none'")
+
+
+def _has_kernel(x: Tensor, weight: Tensor) -> bool:
+    """Whether the GPU kernel takes it; torch.func has no use for a hand-written backward."""
+    from fastweight.kernels.dispatch import DTYPES, machine_reason
+
+    fits = x.is_cuda and weight.is_cuda and x.dtype in DTYPES and weight.dtype in DTYPES and weight.shape[1] <= 4
+    return fits and not transformed() and machine_reason(x.device) is None
 
 
 class ShortConvolution(nn.Module):
     """Causal depthwise convolution of width W over D channels; weight [D, W], the newest tap last, and maybe a bias.
 
-    At step 0, "random" taps are uniform within W^-1/2; "copy" is a tenth of that, and 1 more for the newest tap, so
-    that each token passes nearly as it is.
+    Args:
+        channels, width: D and W.
+        bias: whether there is one.
+        start: taps at step 0: "random" ones are uniform within W^-1/2; "copy" is a tenth of that, and 1 more for the
+            newest tap, so that each token passes nearly as it is.
+        activation: "silu" or "none".
+        backend: "torch" leaves GPU kernels alone; anything else uses them where they can be used.
     """
 
-    def __init__(self, channels: int, width: int, bias: bool = False, start: ConvStart = "random"):
+    def __init__(
+        self,
+        channels: int,
+        width: int,
+        bias: bool = False,
+        start: ConvStart = "random",
+        activation: ConvActivation = "none",
+        backend: str = "auto",
+    ):
         super().__init__()
-        if start not in get_args(ConvStart):
-            raise ValueError(f"conv_start: got {start!r}, expected 'random' or 'copy'")
-        self.width, self.start = width, start
+        check_convolution(start, activation)
+        self.width, self.start, self.activation, self.backend = width, start, activation, backend
         self.weight = nn.Parameter(torch.empty(channels, width))
         self.bias = nn.Parameter(torch.empty(channels)) if bias else None
         self.reset_parameters()
@@ -147,9 +177,14 @@ class ShortConvolution(nn.Module):
     def _convolve(self, cache: Float[Tensor, "N W-1 D"], x: Float[Tensor, "N T D"]) -> Float[Tensor, "N T D"]:
         if x.shape[1] == 0:
             return x
+        if self.backend != "torch" and _has_kernel(x, self.weight):
+            from fastweight.kernels.convolution import short_convolution
+
+            return short_convolution(cache, x, self.weight, self.bias, self.activation == "silu")
         taps = _taps if transformed() else _Taps.apply
         y: Tensor = taps(cache, x, self.weight.to(x.dtype))  # type: ignore[assignment]
-        return y if self.bias is None else y + self.bias.to(y.dtype)
+        y = y if self.bias is None else y + self.bias.to(y.dtype)
+        return F.silu(y) if self.activation == "silu" else y
 
     def _masked(
         self, x: Float[Tensor, "B T D"], mask: Bool[Tensor, "B T"], cache: Float[Tensor, "B W-1 D"]

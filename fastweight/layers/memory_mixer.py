@@ -10,7 +10,7 @@ Traps: a masked token is absent for the convolution as for the memory; its own o
 subclass registers its gates between `__init__` and `add_output`: initial weights are drawn in the order of modules.
 """
 
-from typing import Any, Literal, NamedTuple, TypedDict, get_args
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 import torch.nn.functional as F
@@ -18,14 +18,12 @@ from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from fastweight.layers.convolution import ConvStart, ShortConvolution
+from fastweight.layers.convolution import ConvActivation, ConvStart, ShortConvolution, check_convolution
 from fastweight.layers.parts import HeadSkip, RMSNorm, rotate
 from fastweight.layers.positions import real_positions, turned_back
 from fastweight.memory.checks import check_cu_seqlens
 from fastweight.memory.rules import Rule
 from fastweight.memory.state import State
-
-ConvActivation = Literal["silu", "none"]
 
 
 class LayerState(NamedTuple):
@@ -130,12 +128,12 @@ class MemoryMixer(nn.Module):
         key_width = num_key_heads * self.key_dim
         self.split_sizes = (key_width, key_width, num_heads * self.value_dim)
         self.qkv_proj = nn.Linear(hidden_size, sum(self.split_sizes), bias=False)
-        if conv_activation not in get_args(ConvActivation):
-            raise ValueError(f"conv_activation: got {conv_activation!r}, expected 'silu' or 'none'")
-        self.conv_activation = conv_activation
-        self.conv = None
+        check_convolution(conv_start, conv_activation)
+        self.conv_activation, self.conv = conv_activation, None
         if conv_width:
-            self.conv = ShortConvolution(sum(self.split_sizes), conv_width, self.conv_bias, conv_start)
+            self.conv = ShortConvolution(
+                sum(self.split_sizes), conv_width, self.conv_bias, conv_start, conv_activation, backend
+            )
         self.value_skip = self.skip_by_default if value_skip is None else value_skip
 
     def add_output(self, output_gate: bool) -> None:
@@ -244,7 +242,6 @@ class MemoryMixer(nn.Module):
         conv = qkv.new_zeros(len(x) if cu_seqlens is None else len(cu_seqlens) - 1, 0, qkv.shape[-1])
         if self.conv is not None:
             qkv, conv = self.conv(qkv, mask, cu_seqlens, cache)
-            qkv = F.silu(qkv) if self.conv_activation == "silu" else qkv
         q, k, v = qkv.split(self.split_sizes, dim=-1)
         q, k = (rearrange(u, "b t (h d) -> b t h d", d=self.key_dim) for u in (q, k))
         return q, k, rearrange(v, "b t (h d) -> b t h d", d=self.value_dim), conv
