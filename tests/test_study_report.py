@@ -9,7 +9,7 @@ from study_pieces import ARMS, SMALL, outcome
 from fastweight.evaluation.outcomes import Outcome
 from fastweight.models.cost import state_bytes
 from fastweight.study.claims import Trained, sentences
-from fastweight.study.effects import comparisons, paired
+from fastweight.study.effects import comparisons, paired, sides
 from fastweight.study.plan import Study, load_study
 from fastweight.study.report import difference, page, spread, write_study
 from fastweight.study.runner import run_study
@@ -43,6 +43,25 @@ def test_variants_of_a_name_are_compared_within_it():
     study = Study("a", "b", "parity-tiny", {"m, 1": [], "m, 2": ["model.mixer=mamba2"], "n, 2": []}, "m, 1", seeds=2)
     runs = [outcome("m, 1", 0, 0.5, 0.25), outcome("m, 2", 0, 0.5, 0.35), outcome("m, 2", 1, 0.5, 1.0)]
     assert "| m: 2 against 1 | 1 | +0.0 | +10.0 |" in page(study, runs, [], "x.png")
+
+
+def test_a_square_is_compared_side_by_side_too():
+    """The mean over both variants, seed by seed, of the seeds that all four arms have."""
+    study = replace(load_study("pairing-falcon-1"), recipe="parity-tiny", seeds=3)
+    shares = {"next, after": 0.9, "next, before": 0.7, "same, after": 0.5, "same, before": 0.5}
+    runs = [outcome(arm, seed, 0.5, share - 0.1 * seed) for arm, share in shares.items() for seed in (0, 1)]
+    runs.append(outcome("next, after", 2, 0.5, 0.9))
+    groups = {arm: [run for run in runs if run.arm == arm] for arm in shares}
+    found = sides(list(shares), groups)
+    assert list(found) == ["next", "same", "after", "before"]
+    assert [both.seed for both in found["next"]] == [0, 1]
+    assert paired(found["next"], found["same"], "token", longer=True) == pytest.approx([0.3, 0.3])
+    assert sides(["a, x", "b, y"], groups) == {}
+    told = page(study, runs, [], "x.png")
+    assert "| same against next, over both | 2 | +0.0 ± 0.0 | -30.0 ± 0.0 |" in told
+    assert "| before against after, over both | 2 | +0.0 ± 0.0 | -10.0 ± 0.0 |" in told
+    (claim,) = sentences([Trained("here", study, groups)])
+    assert "over both: **holds** (+30.0 ± 0.0 points, 2 seeds)" in claim
 
 
 def test_a_page_says_what_is_missing():
@@ -148,8 +167,20 @@ def test_claims_are_computed_whatever_they_say():
     square = Study("pairs", "", "addition-small", {arm: [] for arm in cells}, "next, after", seeds=2)
     (told,) = sentences([Trained("pairs", square, cells)])
     by = "**holds** (+70.0 ± 0.0 points, 2 seeds)"
-    assert f"falcon-3a.3, read after the write whole sums {by}, their digits {by}." in told
+    assert f"falcon-3a.3, read after the write: whole sums {by}, their digits {by}." in told
     gains = {"m, gain < 1": theirs, "m, gain < 2": close}
     capped = Study("gains", "", "s3-tiny", {arm: [] for arm in gains}, "m, gain < 1", seeds=2)
     (told,) = sentences([Trained("gains", capped, gains)])
     assert told.endswith("a gain up to 2 ahead of one up to 1: not decided for m (+3.0 ± 3.0 points, 2 seeds).")
+
+
+def test_squares_of_several_rules_are_told_of_together():
+    study = replace(load_study("pairing-falcon-1"), recipe="parity-tiny", seeds=2)
+    shares = {"next, after": 0.9, "next, before": 0.7, "same, after": 0.5, "same, before": 0.5}
+    groups = {arm: [outcome(arm, seed, 0.5, share) for seed in (0, 1)] for arm, share in shares.items()}
+    told = sentences([Trained("one", study, groups), Trained("two", replace(study, name="two"), groups)])
+    assert len(told) == 3
+    assert told[-1] == (
+        "* [one](#one), [two](#two), over all rules and seeds (4): next-latent against same-step +30.0 ± 0.0 points; "
+        "after against before +10.0 ± 0.0 points."
+    )

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from fastweight.evaluation import paper
 from fastweight.evaluation.outcomes import Outcome
 from fastweight.evaluation.text_outcomes import VALIDATION, TextOutcome
-from fastweight.study.effects import Groups, comparisons, paired
+from fastweight.study.effects import Groups, Scored, comparisons, paired, sides
 from fastweight.study.figures import difference
 from fastweight.study.plan import Study
 
@@ -50,6 +50,7 @@ def sentences(studies: Sequence[Trained], texts: Sequence[Read] = ()) -> list[st
             lines += [f"* {place}: {told}" for told in _table_3(one.groups)]
         told = _pairing(one) or _gains(one)
         lines += [f"* {place}: {told}"] if told else []
+    lines += [f"* {told}" for told in _all_pairings(studies)]
     for text in texts:
         lines += [f"* [{text.folder}](#{text.folder}): {told}" for told in _losses(text.groups)]
     return lines
@@ -79,7 +80,7 @@ def is_addition(one: Trained) -> bool:
     return tested and any(arm in paper.ADDITION for arm in one.groups)
 
 
-def verdict(ours: Sequence[Outcome], theirs: Sequence[Outcome], measure: str, longer: bool) -> str:
+def verdict(ours: Sequence[Scored], theirs: Sequence[Scored], measure: str, longer: bool) -> str:
     """Whether `ours` is ahead of `theirs`."""
     spreads = [_spread(group, measure, longer) for group in (ours, theirs)]
     return _decided(paired(ours, theirs, measure, longer), spreads)
@@ -93,17 +94,17 @@ def _decided(values: Sequence[float], spreads: Sequence[float | None]) -> str:
     return HOLDS if margin > limit else REFUTED if margin < -limit else OPEN
 
 
-def _spread(group: Sequence[Outcome], measure: str, longer: bool) -> float | None:
+def _spread(group: Sequence[Scored], measure: str, longer: bool) -> float | None:
     values = [value for o in group if (value := o.mean(measure, longer)) is not None]
     return stdev(values) if len(values) > 1 else None
 
 
-def _against(ours: Sequence[Outcome], theirs: Sequence[Outcome], measure: str, longer: bool) -> str:
+def _against(ours: Sequence[Scored], theirs: Sequence[Scored], measure: str, longer: bool) -> str:
     values = paired(ours, theirs, measure, longer)
     return f"{difference([100 * value for value in values], 1)} points, {_seeds(values)}"
 
 
-def _told(ours: Sequence[Outcome], theirs: Sequence[Outcome], measures: Mapping[str, str], longer: bool) -> str:
+def _told(ours: Sequence[Scored], theirs: Sequence[Scored], measures: Mapping[str, str], longer: bool) -> str:
     """The verdict by each of the measures, which come with a word that goes before it."""
     return ", ".join(
         f"{word}**{verdict(ours, theirs, measure, longer)}** ({_against(ours, theirs, measure, longer)})"
@@ -174,12 +175,40 @@ def _pairing(one: Trained) -> str:
     measure, longer = _measure(one)
     measures = SUMS if measure == "exact" else {measure: ""}
     told = [
-        f"{timing} the write {_told(groups[ours], groups[theirs], measures, longer)}"
+        f"read {timing} the write: {_told(groups[ours], groups[theirs], measures, longer)}"
         for timing in ("after", "before")
         if (ours := f"next, {timing}") in groups and (theirs := f"same, {timing}") in groups
     ]
+    over = sides(list(one.study.arms), groups)
+    if len(told) == 2 and over.get("next") and over.get("same"):
+        told.append(f"over both: {_told(over['next'], over['same'], measures, longer)}")
     mixer = next(iter(groups.values()))[0].mixer
-    return f"next-latent pairs ahead of same-step ones, {mixer}, read {'; read '.join(told)}."
+    return f"next-latent pairs ahead of same-step ones, {mixer}, {'; '.join(told)}."
+
+
+def _all_pairings(studies: Sequence[Trained]) -> list[str]:
+    """Pairing, and timing, over all rules that have a whole square on one recipe: every rule and seed counts once."""
+    by_recipe: dict[str, list[tuple[Trained, Mapping[str, Sequence[Scored]]]]] = {}
+    for one in studies:
+        over = sides(list(one.study.arms), one.groups)
+        if set(over) == {"next", "same", "after", "before"} and all(over.values()):
+            by_recipe.setdefault(one.study.recipe, []).append((one, over))
+    lines = []
+    for squares in by_recipe.values():
+        if len(squares) < 2:
+            continue
+        places = ", ".join(f"[{one.folder}](#{one.folder})" for one, _ in squares)
+        measure, longer = _measure(squares[0][0])
+        for kind, word in SUMS.items() if measure == "exact" else [(measure, "")]:
+            told = []
+            for ours, theirs, words in (
+                ("next", "same", "next-latent against same-step"),
+                ("after", "before", "after against before"),
+            ):
+                values = [v for _, over in squares for v in paired(over[ours], over[theirs], kind, longer)]
+                told.append(f"{words} {difference([100 * v for v in values], 1)} points")
+            lines.append(f"{places}, {word}over all rules and seeds ({len(values)}): {'; '.join(told)}.")
+    return lines
 
 
 def _gains(one: Trained) -> str:
