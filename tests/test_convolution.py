@@ -65,32 +65,41 @@ class TestShortConvolution:
         torch.testing.assert_close(y, F.silu(conv(x)[0]))
 
 
-SHAPES = [  # N, T, D, W: fewer tokens than taps, one stretch and several, channels that fill no tile
-    (2, 9, 5, 4),
-    (1, 1, 130, 4),
-    (2, 2, 3, 3),
-    (3, 33, 7, 2),
-    (1, 300, 4, 4),
-    (1, 130, 2, 1),
+SHAPES = [  # N, T, D, W, parts: fewer tokens than taps, one stretch and several, channels that fill no tile
+    (2, 9, 5, 4, (5,)),
+    (1, 1, 130, 4, (128, 2)),
+    (2, 2, 3, 3, (1, 2)),
+    (3, 33, 7, 2, (2, 2, 3)),
+    (1, 300, 4, 4, (1, 1, 1, 1)),
+    (1, 130, 2, 1, (2,)),
+    (2, 5, 260, 4, (128, 128, 4)),
 ]
-WIDE = [(3, 700, 384, 4), (2, 1024, 2304, 4), (256, 28, 768, 4), (1, 1, 768, 4), (2, 257, 200, 3)]
+WIDE = [
+    (3, 700, 384, 4, (128, 128, 128)),
+    (2, 1024, 2304, 4, (768, 768, 768)),
+    (1, 300, 1536, 4, (128, 128, 1280)),
+    (256, 28, 768, 4, (256, 256, 256)),
+    (1, 1, 768, 4, (256, 512)),
+    (2, 257, 200, 3, (64, 64, 72)),
+]
 
 
 def check_kernel(shape, dtype, device, silu, bias, want_cache, assert_close):
     """Values and gradients against float64, from the same rounded inputs."""
     from fastweight.kernels.convolution import short_convolution
 
-    N, T, D, W = shape
-    sizes = [(N, W - 1, D), (N, T, D), (D, W), *([(D,)] if bias else [])]
-    given = [random(*size, seed=i).to(dtype) for i, size in enumerate(sizes)]
+    N, T, D, W, sizes = shape
+    shapes = [(N, W - 1, D), (N, T, D), (D, W), *([(D,)] if bias else [])]
+    given = [random(*size, seed=i).to(dtype) for i, size in enumerate(shapes)]
     given[2] = given[2].float()  # parameters stay wide
     exact = [tensor.double().requires_grad_(i > 0 or want_cache) for i, tensor in enumerate(given)]
     given = [tensor.to(device).requires_grad_(i > 0 or want_cache) for i, tensor in enumerate(given)]
     window = torch.cat(exact[:2], dim=1)
     expected = sum(window[:, j : j + T] * exact[2][:, j] for j in range(W)) + (exact[3] if bias else 0)
     expected = F.silu(expected) if silu else expected
-    y = short_convolution(*given[:3], given[3] if bias else None, silu)
-    assert y.dtype == dtype
+    parts = short_convolution(*given[:3], given[3] if bias else None, silu, sizes)
+    assert all(part.is_contiguous() and part.dtype == dtype for part in parts)
+    y = torch.cat(parts, dim=-1)
     assert_close(y, expected, dtype)
     dy = random(N, T, D, seed=9).to(dtype)
     sources = [i for i, tensor in enumerate(given) if tensor.requires_grad]
@@ -124,6 +133,7 @@ class TestOnADevice:
     def test_kernel(self, shape, dtype, silu, bias, assert_close):
         check_kernel(shape, dtype, "cuda", silu, bias, bias, assert_close)
 
+    @pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated:DeprecationWarning")  # when a compiler is loaded
     @pytest.mark.parametrize("bounds", [None, [0, 3, 3, 130, 200]])
     @pytest.mark.parametrize("masked", [False, True])
     @pytest.mark.parametrize("compiled", [False, True])

@@ -6,6 +6,8 @@ back the last W-1 inputs, the whole of what decoding needs. On a GPU one kernel 
 packed document never sees its neighbour. Zeros stand for "nothing yet", so a zero cache is a fresh start.
 """
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Literal, get_args
 
 import torch
@@ -147,6 +149,18 @@ class ShortConvolution(nn.Module):
         cache: Float[Tensor, "N W-1 D"] | None = None,
     ) -> tuple[Float[Tensor, "B T D"], Float[Tensor, "N W-1 D"]]:
         """Outputs and the new cache. N is the number of documents with `cu_seqlens` (batch 1), else the batch size."""
+        (y,), last = self.in_parts((x.shape[-1],), x, mask, cu_seqlens, cache)
+        return y, last
+
+    def in_parts(
+        self,
+        sizes: Sequence[int],
+        x: Float[Tensor, "B T D"],
+        mask: Bool[Tensor, "B T"] | None = None,
+        cu_seqlens: Int[Tensor, " N+1"] | None = None,
+        cache: Float[Tensor, "N W-1 D"] | None = None,
+    ) -> tuple[tuple[Tensor, ...], Float[Tensor, "N W-1 D"]]:
+        """`forward` with the outputs in parts of so many channels, which a kernel makes dense at no cost."""
         if cache is None:
             rows = x.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
             cache = x.new_zeros(rows, self.width - 1, x.shape[-1])
@@ -158,51 +172,54 @@ class ShortConvolution(nn.Module):
         if place is not None:
             from fastweight.parallel.convolve import convolve
 
-            return convolve(place, x, mask, cu_seqlens, cache, self._here)
-        return self._here(x, mask, cu_seqlens, cache)
+            return convolve(place, x, mask, cu_seqlens, cache, partial(self._here, sizes))
+        return self._here(sizes, x, mask, cu_seqlens, cache)
 
     def _here(
-        self, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, cache: Tensor
-    ) -> tuple[Float[Tensor, "B T D"], Float[Tensor, "N W-1 D"]]:
-        """`forward` on one process."""
+        self, sizes: Sequence[int], x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, cache: Tensor
+    ) -> tuple[tuple[Tensor, ...], Float[Tensor, "N W-1 D"]]:
+        """`in_parts` on one process."""
         if mask is not None:
             x = x.masked_fill(mask.logical_not()[..., None], 0)
         if cu_seqlens is not None:
-            return self._packed(x, mask, cu_seqlens, cache)
+            return self._packed(sizes, x, mask, cu_seqlens, cache)
         if mask is not None:
-            return self._masked(x, mask, cache)
+            return self._masked(sizes, x, mask, cache)
         last = torch.cat([cache, x[:, max(x.shape[1] - self.width + 1, 0) :]], dim=1)  # [B, at least W-1, D]
-        return self._convolve(cache, x), last[:, last.shape[1] - self.width + 1 :]
+        return self._convolve(sizes, cache, x), last[:, last.shape[1] - self.width + 1 :]
 
-    def _convolve(self, cache: Float[Tensor, "N W-1 D"], x: Float[Tensor, "N T D"]) -> Float[Tensor, "N T D"]:
+    def _convolve(
+        self, sizes: Sequence[int], cache: Float[Tensor, "N W-1 D"], x: Float[Tensor, "N T D"]
+    ) -> tuple[Tensor, ...]:
         if x.shape[1] == 0:
-            return x
+            return x.split(list(sizes), dim=-1)
         if self.backend != "torch" and _has_kernel(x, self.weight):
             from fastweight.kernels.convolution import short_convolution
 
-            return short_convolution(cache, x, self.weight, self.bias, self.activation == "silu")
+            return short_convolution(cache, x, self.weight, self.bias, self.activation == "silu", sizes)
         taps = _taps if transformed() else _Taps.apply
         y: Tensor = taps(cache, x, self.weight.to(x.dtype))  # type: ignore[assignment]
         y = y if self.bias is None else y + self.bias.to(y.dtype)
-        return F.silu(y) if self.activation == "silu" else y
+        return (F.silu(y) if self.activation == "silu" else y).split(list(sizes), dim=-1)
 
     def _masked(
-        self, x: Float[Tensor, "B T D"], mask: Bool[Tensor, "B T"], cache: Float[Tensor, "B W-1 D"]
-    ) -> tuple[Float[Tensor, "B T D"], Float[Tensor, "B W-1 D"]]:
+        self, sizes: Sequence[int], x: Float[Tensor, "B T D"], mask: Bool[Tensor, "B T"], cache: Tensor
+    ) -> tuple[tuple[Tensor, ...], Float[Tensor, "B W-1 D"]]:
         """Close the gaps (real tokens move to the front, in order), convolve, and put the tokens back."""
         order = torch.argsort(mask.logical_not(), dim=1, stable=True)  # [B, T]
-        ordered = _rows(x, order)
-        y = _rows(self._convolve(cache, ordered), torch.argsort(order, dim=1))
+        ordered, back = _rows(x, order), torch.argsort(order, dim=1)
+        y = tuple(_rows(part, back) for part in self._convolve(sizes, cache, ordered))
         last = mask.sum(1, keepdim=True) + torch.arange(self.width - 1, device=x.device)
         return y, _rows(torch.cat([cache, ordered], dim=1), last)
 
     def _packed(
         self,
+        sizes: Sequence[int],
         x: Float[Tensor, "1 T D"],
         mask: Bool[Tensor, "1 T"] | None,
         cu_seqlens: Int[Tensor, " N+1"],
         cache: Float[Tensor, "N W-1 D"],
-    ) -> tuple[Float[Tensor, "1 T D"], Float[Tensor, "N W-1 D"]]:
+    ) -> tuple[tuple[Tensor, ...], Float[Tensor, "N W-1 D"]]:
         """Open a gap of W-1 rows before each document, fill it with the document's cache, and convolve all at once."""
         tokens, bounds = torch.arange(x.shape[1], device=x.device), cu_seqlens.to(x.device).long()
         document = document_of(bounds, len(tokens))
@@ -215,8 +232,8 @@ class ShortConvolution(nn.Module):
         count = torch.zeros(len(cache), dtype=torch.long, device=x.device).index_add(0, document, real.long())
         window = x[0].new_zeros(len(tokens) + before.numel(), x.shape[-1])
         window = window.index_copy(0, place, x[0]).index_copy(0, before.flatten(), cache.flatten(0, 1))
-        y = self._convolve(window[None, :gap], window[None, gap:])[:, place - gap]
-        return y, window[before + count[:, None]]
+        y = self._convolve(sizes, window[None, :gap], window[None, gap:])
+        return tuple(part[:, place - gap] for part in y), window[before + count[:, None]]
 
 
 def _rows(x: Float[Tensor, "B L D"], index: Int[Tensor, "B M"]) -> Float[Tensor, "B M D"]:

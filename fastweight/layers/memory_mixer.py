@@ -240,9 +240,10 @@ class MemoryMixer(nn.Module):
         """q, k [B, T, Hk, K] and v [B, T, H, V] after the convolution, and its new cache."""
         qkv = self.qkv_proj(x)
         conv = qkv.new_zeros(len(x) if cu_seqlens is None else len(cu_seqlens) - 1, 0, qkv.shape[-1])
-        if self.conv is not None:
-            qkv, conv = self.conv(qkv, mask, cu_seqlens, cache)
-        q, k, v = qkv.split(self.split_sizes, dim=-1)
+        if self.conv is None:
+            q, k, v = qkv.split(self.split_sizes, dim=-1)
+        else:
+            (q, k, v), conv = self.conv.in_parts(self.split_sizes, qkv, mask, cu_seqlens, cache)
         q, k = (rearrange(u, "b t (h d) -> b t h d", d=self.key_dim) for u in (q, k))
         return q, k, rearrange(v, "b t (h d) -> b t h d", d=self.value_dim), conv
 

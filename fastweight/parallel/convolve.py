@@ -11,15 +11,16 @@ from torch import Tensor
 from fastweight.parallel.group import Place, gather, tie
 from fastweight.parallel.layout import Layout, joined, last_real
 
-Here = Callable[[Tensor, Tensor | None, Tensor | None, Tensor], tuple[Tensor, Tensor]]
+Parts = tuple[Tensor, ...]
+Here = Callable[[Tensor, Tensor | None, Tensor | None, Tensor], tuple[Parts, Tensor]]
 
 
 def convolve(
     place: Place, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, cache: Tensor, here: Here
-) -> tuple[Tensor, Tensor]:
-    """y [B, T, D] of this rank's x, and the new cache [N, W-1, D] of whole sequences, on all ranks.
+) -> tuple[Parts, Tensor]:
+    """y [B, T, D] of this rank's x, in parts of channels, and on all ranks the cache [N, W-1, D] of whole sequences.
 
-    here: the convolution of one process, (x, mask, cu_seqlens, cache) -> (y, new cache).
+    here: the convolution of one process, (x, mask, cu_seqlens, cache) -> (parts of y, new cache).
     """
     T, gap = x.shape[1], cache.shape[1]
     layout = Layout.of(place, len(cache), T, cu_seqlens)
@@ -33,16 +34,16 @@ def convolve(
     begins = torch.cat(rows) if rows else cache[:0]
     if cu_seqlens is None:
         y, _ = here(x, mask, None, begins)
-        y, new = tie((y, _before(cache, *(t.movedim(0, 1).flatten(1, 2) for t in (left, real)))), (left,))
-        return y, new
+        *y, new = tie((*y, _before(cache, *(t.movedim(0, 1).flatten(1, 2) for t in (left, real)))), (left,))
+        return tuple(y), new
     bounds = [layout.head + bound for bound in layout.bounds]
     bounds = bounds if layout.continues is None else [0, *bounds]
     y, last = here(x, mask, torch.tensor(bounds, device=x.device), begins)
     mine = torch.tensor(([] if layout.continues is None else [layout.continues]) + layout.documents, dtype=torch.long)
     (ends,) = gather(place, anchor, torch.zeros_like(cache).index_copy(0, mine.to(x.device), last.to(cache.dtype)))
     owner = torch.tensor(layout.owner, device=x.device)
-    y, new = tie((y, ends[owner, torch.arange(len(cache), device=x.device)]), (left, ends))
-    return y, new
+    *y, new = tie((*y, ends[owner, torch.arange(len(cache), device=x.device)]), (left, ends))
+    return tuple(y), new
 
 
 def _before(cache: Tensor, left: Tensor, real: Tensor) -> Tensor:
