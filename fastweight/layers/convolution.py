@@ -22,8 +22,11 @@ from fastweight.parallel.group import current
 
 def document_of(cu_seqlens: Int[Tensor, " N+1"], num_tokens: int) -> Int[Tensor, " T"]:
     """Index of the document that each of the packed tokens belongs to; empty documents own none."""
-    tokens = torch.arange(num_tokens, device=cu_seqlens.device)
-    return torch.searchsorted(cu_seqlens[1:].to(tokens.dtype).contiguous(), tokens, right=True)
+    # How many documents end at or before a token. Not by searchsorted: torch 2.11 does not compile it for a part of a
+    # tensor that was computed (here: converted) in the same graph.
+    ends = cu_seqlens[1:].long()
+    ended = torch.zeros(num_tokens + 1, dtype=torch.long, device=ends.device).index_add(0, ends, torch.ones_like(ends))
+    return ended.cumsum(0)[:num_tokens]
 
 
 def position_in_document(cu_seqlens: Int[Tensor, " N+1"], num_tokens: int) -> Int[Tensor, " T"]:
