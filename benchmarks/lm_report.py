@@ -136,7 +136,7 @@ def draw(report: dict[str, Any], path: Path) -> None:
 
     rows = report["rows"]
     panels = [(what, *place) for what in ("train", "decode") for place in places(rows, what)]
-    panels = [panel for panel in panels if good(rows, *panel)]
+    panels = [panel for panel in panels if len(good(rows, *panel)) > 1]  # one bar compares nothing
     if not panels:
         return
     height = -(-len(panels) // 2)

@@ -47,15 +47,19 @@ def draw(results: Sequence[ModelScores], path: Path) -> None:
 
 
 def line_style(index: int) -> dict[str, Any]:
-    """Colour, marker and dashes of a line among others; dashes change once the colours are used up."""
-    dashes = ("-", "--", "-.", ":")[index // len(COLOURS) % 4]
-    return {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)], "linestyle": dashes}
+    """Colour, marker and dashes of a line among others; dashes and markers change once the colours are used up."""
+    turn = index // len(COLOURS)
+    marker, dashes = MARKERS[(index + 3 * turn) % len(MARKERS)], ("-", "--", "-.", ":")[turn % 4]
+    return {"color": COLOURS[index % len(COLOURS)], "marker": marker, "linestyle": dashes}
 
 
-def draw_by_context(panel: Axes, curves: Mapping[str, Sequence[tuple[float, float]]], ylabel: str) -> None:
-    """A line for each label: points of (tokens in context, loss)."""
-    for i, (label, points) in enumerate(curves.items()):
-        panel.plot(*zip(*points, strict=True), **line_style(i), markersize=4, label=label)
+def draw_by_context(
+    panel: Axes, curves: Mapping[str, Sequence[tuple[float, float]]], ylabel: str, order: Sequence[str] = ()
+) -> None:
+    """A line for each label: points of (tokens in context, loss); `order` has the labels in that of their colours."""
+    order = order or list(curves)
+    for label, points in curves.items():
+        panel.plot(*zip(*points, strict=True), **line_style(order.index(label)), markersize=4, label=label)
     panel.set_xscale("log", base=2)
     panel.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     panel.set(xlabel="tokens in context", ylabel=ylabel, title="What more context is worth")

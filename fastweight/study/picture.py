@@ -1,4 +1,4 @@
-"""Outcomes by arm into one picture: few arms as lines over size, many as dots, one for every seed.
+"""Outcomes by arm into one picture: few arms as lines over size, many as dots, one for every seed; a row a measure.
 
 Where every arm is called "name, number", each name is a line over the size of the state that the numbers give it.
 """
@@ -20,18 +20,16 @@ MOST_PANELS = 5
 
 
 def draw(groups: Groups, measures: Mapping[str, str], path: Path) -> None:
-    """Write the picture of the first of the measures, given with their titles; dots have a row for each of them."""
-    measure, title = next(iter(measures.items()))
+    """Write the picture of the measures, given with their titles; over states, of the first of them."""
     if _over_states(groups):
-        _draw_states(groups, measure, title, path)
+        _draw_states(groups, *next(iter(measures.items())), path)
         return
     many = len(groups) > MOST_LINES
-    rows = measures if many else {measure: title}
-    size = (11, (1.3 + 0.27 * len(groups)) * len(rows) + 0.3) if many else (9.5, 5.4)
+    size = (11, (1.3 + 0.27 * len(groups)) * len(measures) + 0.3) if many else (9.5, 1 + 4.4 * len(measures))
     figure = Figure(figsize=size, layout="constrained")
     FigureCanvasAgg(figure)
-    parts = figure.subfigures(len(rows), 1, squeeze=False)[:, 0]
-    for part, (measure, title) in zip(parts, rows.items(), strict=True):
+    parts = figure.subfigures(len(measures), 1, squeeze=False)[:, 0]
+    for part, (measure, title) in zip(parts, measures.items(), strict=True):
         told = "every seed, and their mean" if many else "mean and range of seeds"
         part.suptitle(f"{title[0].upper()}{title[1:]}: {told}")
         (_dots if many else _lines)(part, groups, measure)

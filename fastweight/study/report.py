@@ -150,7 +150,7 @@ def _draw(study: Study, outcomes: Outcomes, path: Path) -> None:
 
     texts, drawn = kinds(outcomes)
     if texts:
-        text_report.draw(by_arm(study, texts), path)
+        text_report.draw(by_arm(study, texts), study.against, path)
     else:
         shown = ("exact", "token") if study.judged_by == "exact" else ("token",)
         picture.draw(by_arm(study, drawn), {measure: MEASURES[measure] for measure in shown}, path)

@@ -68,21 +68,40 @@ def positions(groups: Groups) -> str:
     return markdown_table(["arm", *(f"{first.positions[i][0]:.0f}" for i in chosen)], rows)
 
 
-def draw(groups: Groups, path: Path) -> None:
-    """Write the picture: losses of every seed, and mean losses against tokens in context."""
+def draw(groups: Groups, against: str, path: Path) -> None:
+    """Write the picture: losses of every seed; and by tokens in context how far each arm is from `against`, seed by
+    seed, or the losses themselves where that one has no outcome."""
     figure = Figure(figsize=(11, 1.8 + 0.3 * max(len(groups), 8)), layout="constrained")
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)
     _draw_losses(left, groups)
-    curves = {
-        arm: [(point[0], _at(group, i)) for i, point in enumerate(group[0].positions)] for arm, group in groups.items()
-    }
-    draw_by_context(right, curves, "nats a token")
+    if against in groups and len(groups) > 1:
+        draw_by_context(right, _apart(groups, against), f"nats a token above {against}", list(groups))
+        right.axhline(0, color="black", linewidth=0.8)
+    else:
+        curves = {arm: [(at, _at(group, i)) for i, (at, _) in _points(group)] for arm, group in groups.items()}
+        draw_by_context(right, curves, "nats a token")
     for panel in (left, right):
         panel.grid(color="#E5E5E5", linewidth=0.6)
         panel.spines[["top", "right"]].set_visible(False)
     figure.legend(*right.get_legend_handles_labels(), loc="outside right center", frameon=False, fontsize=8)
     figure.savefig(path, dpi=120)
+
+
+def _points(group: Sequence[TextOutcome]) -> list[tuple[int, tuple[float, float]]]:
+    return list(enumerate((at, loss) for at, loss in group[0].positions))
+
+
+def _apart(groups: Groups, against: str) -> dict[str, list[tuple[float, float]]]:
+    """By arm: tokens in context and the mean difference over the seeds that both have, where there are any."""
+    theirs, curves = {o.seed: o for o in groups[against]}, {}
+    for arm, group in groups.items():
+        pairs = [(o.positions, theirs[o.seed].positions) for o in group if o.seed in theirs]
+        if arm != against and pairs:
+            curves[arm] = [
+                (at, mean(ours[i][1] - other[i][1] for ours, other in pairs)) for i, (at, _) in _points(group)
+            ]
+    return curves
 
 
 def _draw_losses(panel: Axes, groups: Groups) -> None:
