@@ -265,7 +265,7 @@ def test_the_commands_of_the_documentation_name_what_there_is():
         for line in page.splitlines()
         if "| `fastweight study" in line
     }
-    assert len(told) == 8
+    assert len(told) == 10
     told |= dict.fromkeys(re.findall(r"^fastweight study .*", page, flags=re.MULTILINE), "")
     for command, runs in told.items():
         words = shlex.split(command.partition("`")[0])[2:]
