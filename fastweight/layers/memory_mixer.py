@@ -67,7 +67,7 @@ class MemoryOptions(TypedDict, total=False):
     rope_theta: base of the rotary frequencies.
     value_skip: whether v goes past the memory too, o_t + scale_h v_t, scale_h from 1; None means the layer's default.
     norm_eps: of the norms.
-    form, backend, chunk_size: passed to the op.
+    form, backend, chunk_size: passed to the op; backend "torch" leaves the kernel of the convolution alone too.
     """
 
     key_dim: int | None
