@@ -5,7 +5,8 @@
 Values and gradients come first, against float64; who misses its tolerance gets no time. Then medians of the device's
 time over rounds in which everyone is timed once, the cache flushed before each call. FLA is left out where it cannot be
 imported. All make q, k and v from one x,
-as the memory reads them: dense. FLA's kernel makes them in one piece, so cutting it up is timed with it.
+as the memory reads them: dense. FLA's kernel makes them in one piece, so cutting it up is timed with it; it is tuned
+among at most FLA_CONFIGURATIONS, because all of them take minutes.
 """
 
 import argparse
@@ -22,10 +23,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.gate import compare, values_and_gradients
+from benchmarks.peers import few_configurations
 
 SHAPES = ((32, 1024, 2304), (1, 32768, 2304))  # batch, tokens, channels of q, k and v together
 CHECKED = (2, 300, 2304)
 WIDTH, ROUNDS = 4, 25
+FLA_CONFIGURATIONS = 6
 TOLERANCE = 2**-6  # the gate pulls in float64 at the judge and in bfloat16 here, which alone is 2^-7 of a gradient
 Parts = Sequence[Tensor]
 Convolution = Callable[[Tensor, Tensor], Parts]
@@ -49,6 +52,7 @@ def contenders() -> dict[str, Convolution]:
     """By name, ours first."""
     found: dict[str, Convolution] = {"fastweight": ours, "torch.compile": torch.compile(plain, dynamic=False)}
     with contextlib.suppress(ImportError):
+        few_configurations(FLA_CONFIGURATIONS)  # before FLA is imported
         from fla.modules.causal_conv1d import causal_conv1d  # pyright: ignore[reportMissingImports]
 
         def fla(x: Tensor, weight: Tensor) -> Parts:
