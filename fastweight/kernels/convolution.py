@@ -29,7 +29,7 @@ from fastweight.kernels.eager import nobody_listens
 from fastweight.kernels.launch import device_of
 from fastweight.kernels.start import start
 
-WIDEST, PARTS = 4, 3
+PARTS = 3
 CHANNELS, STRETCHES, WARPS = 128, 4, 4  # of a program
 LONGEST = 32, 64  # tokens of a stretch, forward and backward
 
@@ -242,8 +242,7 @@ def _backward(
     widths = _parts([dy.shape[-1] for dy in dys])
     dys = [dy.contiguous() for dy in dys] if widths else [torch.cat(dys, dim=-1)]
     dx = torch.empty_like(x)
-    # Tokens before the first that no stretch reaches, where T < W - 1, have no gradient.
-    d_cache = torch.zeros_like(cache) if want_cache else cache.new_empty(0)
+    d_cache = torch.zeros_like(cache) if want_cache else cache.new_empty(0)  # zero where there are no tokens
     stretch, groups, grid = _walk(x, LONGEST[1])
     sums = x.new_empty(grid[0], 5, D, dtype=torch.float32)
     with device_of(x):

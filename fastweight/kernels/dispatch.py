@@ -24,6 +24,7 @@ WIDEST = 256
 LONGEST_WINDOW = 8
 NARROWEST_HALF = 48
 WIDEST_COLUMNS = 128  # in float32
+MOST_TAPS = 4  # of the short convolution
 
 
 def supported(

@@ -95,10 +95,10 @@ def check_convolution(start: str, activation: str) -> None:
 
 def _has_kernel(x: Tensor, weight: Tensor) -> bool:
     """Whether the GPU kernel takes it; torch.func has no use for a hand-written backward."""
-    from fastweight.kernels.dispatch import DTYPES, machine_reason
+    from fastweight.kernels.dispatch import DTYPES, MOST_TAPS, machine_reason
 
-    fits = x.is_cuda and weight.is_cuda and x.dtype in DTYPES and weight.dtype in DTYPES and weight.shape[1] <= 4
-    return fits and not transformed() and machine_reason(x.device) is None
+    here = x.is_cuda and weight.is_cuda and x.dtype in DTYPES and weight.dtype in DTYPES
+    return here and weight.shape[1] <= MOST_TAPS and not transformed() and machine_reason(x.device) is None
 
 
 class ShortConvolution(nn.Module):
