@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from modules import check_all, convolution_longhand, grads, random, seeded
 
 from fastweight.layers.convolution import ShortConvolution
-from tests.interpreter import run_interpreted
+from tests.interpreter import INTERPRETED, run_interpreted
 from tests.kernel_harness import gpu, interpreted
 
 
@@ -122,6 +122,28 @@ def test_interpreted_kernel(shape, silu, bias, want_cache, assert_close):
 
 def test_kernel_in_the_interpreter():
     assert f"{3 * len(SHAPES)} passed" in run_interpreted(__file__, "interpreted_kernel", timeout=300)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter has no machine code")
+def test_machine_code_moves_eight_bytes_at_a_time_and_spills_nothing(monkeypatch):
+    """Of widths and parts that kernels can take apart: what reads x and what writes y and dx, for Hopper."""
+    pytest.importorskip("triton")
+    from fastweight.kernels import convolution
+    from tests.compiled import Compiler
+    from tests.machine_code import disassemble
+
+    compiler = Compiler()
+    monkeypatch.setattr(convolution, "start", compiler.start)
+    cache, x, weight = torch.zeros(2, 3, 768).bfloat16(), torch.zeros(2, 300, 768).bfloat16(), torch.zeros(768, 4)
+    parts = convolution._forward(cache, x, weight, None, True, [256, 256, 256])
+    convolution._backward(parts, cache, x, weight, None, True, False)
+    assert set(compiler.made) == {"convolution._values", "convolution._gradients"}
+    for name, made in compiler.made.items():
+        sass = disassemble(made.asm["cubin"])
+        assert "STL" not in sass, f"{name} spills"
+        assert sass.count("STG.E.64") >= 4, name  # four tokens of four channels a turn, in bfloat16
+        assert sass.count("LDG.E.64") >= (4 if name.endswith("_values") else 8), name
 
 
 class TestOnADevice:
