@@ -67,6 +67,36 @@ def _part(y0, y1, y2, D0, D1, D2, BD: tl.constexpr):
 
 
 @triton.jit
+def _stretches(T, D, groups, L: tl.constexpr, G: tl.constexpr, BD: tl.constexpr):
+    """Of a program: its sequence, where that begins in x, first tokens of its stretches, channels, and which exist."""
+    program = tl.program_id(0)
+    n = (program // groups).to(tl.int64)
+    first = (program % groups * G + tl.arange(0, G)) * L
+    d = tl.program_id(1) * BD + tl.arange(0, BD)
+    return n, n * T, first, d, d < D
+
+
+@triton.jit
+def _tap(weight, d, known, j: tl.constexpr, W: tl.constexpr):
+    """Tap j of four, of which the last W are there."""
+    if j < 4 - W:
+        return tl.zeros_like(d).to(tl.float32)[None, :]
+    else:
+        return tl.load(weight + d * W + (j - (4 - W)), mask=known, other=0.0).to(tl.float32)[None, :]
+
+
+@triton.jit
+def _taps(weight, bias, d, known, W: tl.constexpr, BIAS: tl.constexpr):
+    """Four taps, of which the last W are there, and the bias."""
+    w0, w1 = _tap(weight, d, known, 0, W), _tap(weight, d, known, 1, W)
+    w2, w3 = _tap(weight, d, known, 2, W), _tap(weight, d, known, 3, W)
+    b = tl.zeros_like(w0)
+    if BIAS:
+        b = tl.load(bias + d, mask=known, other=0.0).to(tl.float32)[None, :]
+    return w0, w1, w2, w3, b
+
+
+@triton.jit
 def _bent(pre, SILU: tl.constexpr):
     return pre * tl.sigmoid(pre) if SILU else pre
 
@@ -76,20 +106,11 @@ def _values(
     x, cache, weight, bias, y0, y1, y2, T, D, D0, D1, D2, groups,
     W: tl.constexpr, SILU: tl.constexpr, BIAS: tl.constexpr, L: tl.constexpr, G: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    program = tl.program_id(0)
-    n = (program // groups).to(tl.int64)
-    row = n * T
-    first = (program % groups * G + tl.arange(0, G)) * L
-    d = tl.program_id(1) * BD + tl.arange(0, BD)
-    known = d < D
+    n, row, first, d, known = _stretches(T, D, groups, L, G, BD)
     inside = known[None, :]
     y, width, begin = _part(y0, y1, y2, D0, D1, D2, BD)
     column = begin + tl.arange(0, BD)
-    w0, w1 = _tap(weight, d, known, 0, W), _tap(weight, d, known, 1, W)
-    w2, w3 = _tap(weight, d, known, 2, W), _tap(weight, d, known, 3, W)
-    b = tl.zeros((1, BD), tl.float32)
-    if BIAS:
-        b = tl.load(bias + d, mask=known, other=0.0).to(tl.float32)[None, :]
+    w0, w1, w2, w3, b = _taps(weight, bias, d, known, W, BIAS)
     h0 = _early(x, cache, row, n, first - 3, T, D, W, d, inside)
     h1 = _early(x, cache, row, n, first - 2, T, D, W, d, inside)
     h2 = _early(x, cache, row, n, first - 1, T, D, W, d, inside)
@@ -111,15 +132,6 @@ def _out(y, row, at, T, width, column, inside, value):
 
 
 @triton.jit
-def _tap(weight, d, known, j: tl.constexpr, W: tl.constexpr):
-    """Tap j of four, of which the last W are there."""
-    if j < 4 - W:
-        return tl.zeros_like(d).to(tl.float32)[None, :]
-    else:
-        return tl.load(weight + d * W + (j - (4 - W)), mask=known, other=0.0).to(tl.float32)[None, :]
-
-
-@triton.jit
 def _slope(dy, pre, SILU: tl.constexpr):
     """The gradient of pre from that of y."""
     if SILU:
@@ -135,18 +147,9 @@ def _gradients(
     W: tl.constexpr, SILU: tl.constexpr, BIAS: tl.constexpr, CACHE: tl.constexpr,
     L: tl.constexpr, G: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    program = tl.program_id(0)
-    n = (program // groups).to(tl.int64)
-    row = n * T
-    first = (program % groups * G + tl.arange(0, G)) * L
-    d = tl.program_id(1) * BD + tl.arange(0, BD)
-    known = d < D
+    n, row, first, d, known = _stretches(T, D, groups, L, G, BD)
     inside = known[None, :]
-    w0, w1 = _tap(weight, d, known, 0, W), _tap(weight, d, known, 1, W)
-    w2, w3 = _tap(weight, d, known, 2, W), _tap(weight, d, known, 3, W)
-    b = tl.zeros((1, BD), tl.float32)
-    if BIAS:
-        b = tl.load(bias + d, mask=known, other=0.0).to(tl.float32)[None, :]
+    w0, w1, w2, w3, b = _taps(weight, bias, d, known, W, BIAS)
     dy, width, begin = _part(dy0, dy1, dy2, D0, D1, D2, BD)
     column = begin + tl.arange(0, BD)
     h0 = _early(x, cache, row, n, first - 3, T, D, W, d, inside)  # inputs of the three tokens before
@@ -177,7 +180,7 @@ def _gradients(
             ab += own * (g0 + g1 + g2 + g3)
         h0, h1, h2 = x1, x2, x3
         p0, p1, p2 = g1, g2, g3
-    target = sums + program.to(tl.int64) * 5 * D + d
+    target = sums + tl.program_id(0).to(tl.int64) * 5 * D + d
     tl.store(target, tl.sum(a0, axis=0), mask=known)
     tl.store(target + D, tl.sum(a1, axis=0), mask=known)
     tl.store(target + 2 * D, tl.sum(a2, axis=0), mask=known)
