@@ -2,11 +2,10 @@
 
     PYTHONPATH=WHERE_FLA_IS python -m benchmarks.convolution --out results/kernels/convolution.json
 
-Values and gradients come first, against float64; who misses its tolerance gets no time. Then medians of the device's
-time over rounds in which everyone is timed once, the cache flushed before each call. FLA is left out where it cannot be
-imported. All make q, k and v from one x,
-as the memory reads them: dense. FLA's kernel makes them in one piece, so cutting it up is timed with it; it is tuned
-among at most FLA_CONFIGURATIONS, because all of them take minutes.
+Values and gradients come first, against float64; who misses its tolerance gets no time. Then the device's time as the
+other GPU benchmarks take it (gpu_worker), medians over rounds in which everyone has a turn. FLA is left out where it
+cannot be imported. All make q, k and v from one x, as the memory reads them: dense. FLA's kernel makes them in one
+piece, so cutting it up is timed with it; it is tuned among at most FLA_CONFIGURATIONS, since all of them take minutes.
 """
 
 import argparse
@@ -23,11 +22,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.gate import compare, values_and_gradients
+from benchmarks.gpu_worker import milliseconds
 from benchmarks.peers import few_configurations
 
 SHAPES = ((32, 1024, 2304), (1, 32768, 2304))  # batch, tokens, channels of q, k and v together
 CHECKED = (2, 300, 2304)
-WIDTH, ROUNDS = 4, 25
+WIDTH, ROUNDS = 4, 3
 FLA_CONFIGURATIONS = 6
 TOLERANCE = 2**-6  # the gate pulls in float64 at the judge and in bfloat16 here, which alone is 2^-7 of a gradient
 Parts = Sequence[Tensor]
@@ -67,21 +67,13 @@ def named(convolution: Convolution) -> Callable[..., dict[str, Tensor]]:
     return lambda given: dict(zip("qkv", convolution(given["x"], given["weight"]), strict=True))
 
 
-def measured(calls: dict[str, Callable[[], Any]], before: Callable[[], Any]) -> dict[str, float]:
-    """Median milliseconds of each, in rounds; `before` each call, outside of its time."""
-    spans = {name: [] for name in calls}
-    for turn in range(ROUNDS + 3):
-        order = list(calls) if turn % 2 else list(reversed(calls))
-        for name in order:
-            before()
-            start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            calls[name]()
-            stop.record()
-            if turn >= 3:
-                spans[name].append((start, stop))
-    torch.cuda.synchronize()
-    return {name: median(start.elapsed_time(stop) for start, stop in pairs) for name, pairs in spans.items()}
+def measured(calls: dict[str, Callable[[], Any]]) -> dict[str, float]:
+    """Median milliseconds of each, in rounds, there and back."""
+    found = {name: [] for name in calls}
+    for turn in range(ROUNDS):
+        for name in calls if turn % 2 else reversed(calls):
+            found[name].append(milliseconds(calls[name]))
+    return {name: median(spans) for name, spans in found.items()}
 
 
 def errors(known: dict[str, Convolution]) -> dict[str, float]:
@@ -111,7 +103,6 @@ def times(shape: tuple[int, int, int], known: dict[str, Convolution]) -> dict[st
     B, T, D = shape
     x, weight = (tensor.cuda().requires_grad_() for tensor in given(shape))
     pulls = [torch.randn(B, T, D // 3, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
-    flushed = torch.empty(2**28, dtype=torch.int8, device="cuda")
 
     def train(convolution: Convolution) -> Callable[[], Any]:
         return lambda: torch.autograd.grad(list(convolution(x, weight)), [x, weight], pulls)
@@ -124,7 +115,7 @@ def times(shape: tuple[int, int, int], known: dict[str, Convolution]) -> dict[st
         return run
 
     return {
-        kind: measured({name: wrapped(one) for name, one in known.items()}, flushed.zero_)
+        kind: measured({name: wrapped(one) for name, one in known.items()})
         for kind, wrapped in (("forward_ms", read), ("train_ms", train))
     }
 
