@@ -79,17 +79,15 @@ def draw(groups: Groups, against: str, path: Path) -> None:
         draw_by_context(right, _apart(groups, against), f"nats a token above {against}", list(groups))
         right.axhline(0, color="black", linewidth=0.8)
     else:
-        curves = {arm: [(at, _at(group, i)) for i, (at, _) in _points(group)] for arm, group in groups.items()}
+        curves = {
+            arm: [(at, _at(group, i)) for i, (at, _) in enumerate(group[0].positions)] for arm, group in groups.items()
+        }
         draw_by_context(right, curves, "nats a token")
     for panel in (left, right):
         panel.grid(color="#E5E5E5", linewidth=0.6)
         panel.spines[["top", "right"]].set_visible(False)
     figure.legend(*right.get_legend_handles_labels(), loc="outside right center", frameon=False, fontsize=8)
     figure.savefig(path, dpi=120)
-
-
-def _points(group: Sequence[TextOutcome]) -> list[tuple[int, tuple[float, float]]]:
-    return list(enumerate((at, loss) for at, loss in group[0].positions))
 
 
 def _apart(groups: Groups, against: str) -> dict[str, list[tuple[float, float]]]:
@@ -99,7 +97,8 @@ def _apart(groups: Groups, against: str) -> dict[str, list[tuple[float, float]]]
         pairs = [(o.positions, theirs[o.seed].positions) for o in group if o.seed in theirs]
         if arm != against and pairs:
             curves[arm] = [
-                (at, mean(ours[i][1] - other[i][1] for ours, other in pairs)) for i, (at, _) in _points(group)
+                (at, mean(ours[i][1] - other[i][1] for ours, other in pairs))
+                for i, (at, _) in enumerate(group[0].positions)
             ]
     return curves
 
