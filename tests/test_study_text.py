@@ -14,6 +14,7 @@ from fastweight.evaluation.course import course_of
 from fastweight.evaluation.outcomes import Scoring, outcome_from
 from fastweight.evaluation.perplexity import Document, perplexity
 from fastweight.evaluation.text_outcomes import TextOutcome, corpus_of
+from fastweight.study import text_report
 from fastweight.study.collect import collect
 from fastweight.study.plan import Study
 from fastweight.study.report import write_study
@@ -127,6 +128,16 @@ def test_the_report_compares_losses_seed_by_seed(tmp_path: Path) -> None:
     assert files[2].stat().st_size > 10_000
     again = json.loads(files[0].read_text())["outcomes"]
     assert [asdict(outcome_from(raw)) for raw in again] == again
+
+
+def test_of_many_arms_variants_are_drawn_beside_what_they_vary() -> None:
+    few = ["a", "b", "b, changed"]
+    assert text_report._panels(few, "a") == [few]
+    plain = [*"abcdefghi"]
+    variants = ["a, changed", "b, changed", "b, otherwise"]
+    assert text_report._panels([*plain, *variants], "a") == [plain, ["b", *variants]]
+    variants = [f"b, {i}" for i in range(9)]
+    assert text_report._panels(["a", "b", *variants], "a") == [["a", "b", *variants]], "one panel would be as full"
 
 
 def test_texts_that_some_outcomes_lack_are_told_of_by_the_others(tmp_path: Path) -> None:

@@ -70,24 +70,47 @@ def positions(groups: Groups) -> str:
 
 def draw(groups: Groups, against: str, path: Path) -> None:
     """Write the picture: losses of every seed; and by tokens in context how far each arm is from `against`, seed by
-    seed, or the losses themselves where that one has no outcome."""
-    figure = Figure(figsize=(11, 1.8 + 0.3 * max(len(groups), 8)), layout="constrained")
+    seed, or the losses themselves where that one has no outcome. Of many arms, variants have a panel of their own."""
+    shown = _panels(list(groups), against)
+    figure = Figure(figsize=(11.5, max(1.8 + 0.3 * max(len(groups), 8), 4.2 * len(shown))), layout="constrained")
     FigureCanvasAgg(figure)
-    left, right = figure.subplots(1, 2)
+    grid = figure.add_gridspec(len(shown), 2, width_ratios=(2, 3))
+    left, right = figure.add_subplot(grid[:, 0]), []
     _draw_losses(left, groups)
-    if against in groups and len(groups) > 1:
-        draw_by_context(right, _apart(groups, against), f"nats a token above {against}", list(groups))
-        right.axhline(0, color="black", linewidth=0.8)
-    else:
-        curves = {
-            arm: [(at, _at(group, i)) for i, (at, _) in enumerate(group[0].positions)] for arm, group in groups.items()
-        }
-        draw_by_context(right, curves, "nats a token")
-    for panel in (left, right):
+    differences = against in groups and len(groups) > 1
+    curves = _apart(groups, against) if differences else _losses(groups)
+    for row, arms in enumerate(shown):
+        panel = figure.add_subplot(grid[row, 1], sharey=right[0] if right else None)
+        lines = {arm: curves[arm] for arm in arms if arm in curves}
+        draw_by_context(panel, lines, f"nats a token above {against}" if differences else "nats a token", list(groups))
+        if differences:
+            panel.axhline(0, color="black", linewidth=0.8)
+        panel.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False, fontsize=8)
+        if row:
+            panel.set_title("With something changed")
+        right.append(panel)
+    for panel in (left, *right):
         panel.grid(color="#E5E5E5", linewidth=0.6)
         panel.spines[["top", "right"]].set_visible(False)
-    figure.legend(*right.get_legend_handles_labels(), loc="outside right center", frameon=False, fontsize=8)
     figure.savefig(path, dpi=120)
+
+
+def _panels(arms: Sequence[str], against: str) -> list[list[str]]:
+    """The arms of each panel: all in one, or, of more than have colours, variants ("ARM, WHAT") beside what they vary,
+    if that leaves both panels emptier."""
+    bases = {arm: arm.partition(", ")[0] for arm in arms if arm.partition(", ")[0] in arms}
+    variants = [arm for arm, base in bases.items() if base != arm]
+    varied = {bases[arm] for arm in variants} - {against}
+    split = [[arm for arm in arms if arm not in variants], [arm for arm in arms if arm in varied or arm in variants]]
+    few = len(arms) <= len(COLOURS)
+    return [list(arms)] if few or max(map(len, split)) > 0.75 * len(arms) else split
+
+
+def _losses(groups: Groups) -> dict[str, list[tuple[float, float]]]:
+    """By arm: tokens in context and the loss, mean over seeds."""
+    return {
+        arm: [(at, _at(group, i)) for i, (at, _) in enumerate(group[0].positions)] for arm, group in groups.items()
+    }
 
 
 def _apart(groups: Groups, against: str) -> dict[str, list[tuple[float, float]]]:
