@@ -8,7 +8,7 @@ from study_pieces import ARMS, SMALL, outcome
 
 from fastweight.evaluation.outcomes import Outcome
 from fastweight.models.cost import state_bytes
-from fastweight.study.claims import Trained, sentences
+from fastweight.study.claims import Trained, sentences, verdict
 from fastweight.study.effects import comparisons, paired, sides
 from fastweight.study.plan import Study, load_study
 from fastweight.study.report import difference, page, spread, write_study
@@ -137,7 +137,7 @@ def shares(arm, longer, **less):
     """Outcomes with these shares of longer sums right, one for each seed; of other measures so much less."""
     by = {"exact": 0.0, "token": 0.0} | less
     return [
-        Outcome(arm, seed, arm, 1000, (1, 2), [2, 3], 8, {name: [1.0, share - off] for name, off in by.items()})
+        Outcome(arm, seed, arm, 1000, (1, 2), [2, 3], 80, {name: [1.0, share - off] for name, off in by.items()})
         for seed, share in enumerate(longer)
     ]
 
@@ -159,6 +159,10 @@ def test_claims_are_computed_whatever_they_say():
         line = f"{name} above the Transformer on longer sums, as in the paper ({papers}): "
         line += f"whole sums {by}, their digits {by}."
         assert f"[sums](#sums): {line}" in told
+    # One of 80 problems right with either seed, and none: no spread, and not enough problems to tell.
+    few, none = shares("a", [1 / 80, 1 / 80]), shares("b", [0.0, 0.0])
+    assert verdict(few, none, "exact", longer=True) == "not decided"
+    assert verdict(shares("a", [0.1, 0.1]), none, "exact", longer=True) == "holds"
     order = "4 as there, 1 the other way, 5 not decided"
     assert f"pair by pair of 5 models: whole sums {order}; their digits {order}." in told
     assert "digits by -25.0 (transformer)" in told

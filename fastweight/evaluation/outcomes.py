@@ -70,6 +70,10 @@ class Outcome:
         chosen = [share for size, share in both if (size > self.trained[1]) == longer]
         return sum(chosen) / len(chosen) if chosen else None
 
+    def problems(self, longer: bool) -> int:
+        """Of the test, beyond the training sizes or among them."""
+        return self.count * sum((size > self.trained[1]) == longer for size in self.sizes)
+
     def in_words(self) -> str:
         """A line for people who wait."""
         means = ((self.mean("token", longer), where) for longer, where in ((False, "inside"), (True, "beyond")))

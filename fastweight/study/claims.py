@@ -1,15 +1,15 @@
 """Studies into what holds here of the paper's claims, in sentences that are computed, whatever they say.
 
 That one arm is ahead of another holds where the mean difference, seed by seed, is larger than the spread (standard
-deviation over seeds) of both; it is refuted where the opposite is that large; otherwise it is not decided. One seed
-decides nothing. Traps: the spread is that of few seeds; our models are smaller than the paper's, and a page that says
-"holds" speaks of ours.
+deviation over seeds) of both, and than what so few test problems scatter by themselves; it is refuted where the
+opposite is that large; otherwise it is not decided. One seed decides nothing. Traps: the spread is that of few seeds;
+our models are smaller than the paper's, and a page that says "holds" speaks of ours.
 """
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import combinations
-from math import log
+from math import log, sqrt
 from statistics import mean, stdev
 from typing import NamedTuple
 
@@ -82,21 +82,33 @@ def is_addition(one: Trained) -> bool:
 
 def verdict(ours: Sequence[Scored], theirs: Sequence[Scored], measure: str, longer: bool) -> str:
     """Whether `ours` is ahead of `theirs`."""
-    spreads = [_spread(group, measure, longer) for group in (ours, theirs)]
-    return _decided(paired(ours, theirs, measure, longer), spreads)
+    groups = ours, theirs
+    spreads = [_spread(group, measure, longer) for group in groups]
+    chance = 2 * sqrt(sum(_chance(group, measure, longer) for group in groups))
+    return _decided(paired(ours, theirs, measure, longer), spreads, chance)
 
 
-def _decided(values: Sequence[float], spreads: Sequence[float | None]) -> str:
-    """Of differences seed by seed, and the spreads of both arms."""
+def _decided(values: Sequence[float], spreads: Sequence[float | None], chance: float = 0.0) -> str:
+    """Of differences seed by seed, the spreads of both arms, and the difference that says nothing in itself."""
     if len(values) < 2 or None in spreads:
         return OPEN
-    margin, limit = mean(values), max(spread or 0.0 for spread in spreads)
+    margin, limit = mean(values), max(chance, *(spread or 0.0 for spread in spreads))
     return HOLDS if margin > limit else REFUTED if margin < -limit else OPEN
 
 
 def _spread(group: Sequence[Scored], measure: str, longer: bool) -> float | None:
     values = [value for o in group if (value := o.mean(measure, longer)) is not None]
     return stdev(values) if len(values) > 1 else None
+
+
+def _chance(group: Sequence[Scored], measure: str, longer: bool) -> float:
+    """Variance of an arm's mean share because its test has so many problems: a binomial's, with one more right and one
+    more wrong than counted, so that nothing right is not certainty. Digits are counted by problems, as if all of one
+    were right or wrong together."""
+    problems = sum(o.problems(longer) for o in group)
+    right = sum(o.problems(longer) * (o.mean(measure, longer) or 0.0) for o in group)
+    share = (right + 1) / (problems + 2)
+    return share * (1 - share) / max(problems, 1)
 
 
 def _against(ours: Sequence[Scored], theirs: Sequence[Scored], measure: str, longer: bool) -> str:

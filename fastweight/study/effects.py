@@ -25,6 +25,8 @@ class Scored(Protocol):
 
     def mean(self, measure: str, longer: bool) -> float | None: ...
 
+    def problems(self, longer: bool) -> int: ...
+
 
 @dataclass(frozen=True)
 class Both:
@@ -36,6 +38,9 @@ class Both:
     def mean(self, measure: str, longer: bool) -> float | None:
         values = [part.mean(measure, longer) for part in self.parts]
         return None if None in values else mean(value for value in values if value is not None)
+
+    def problems(self, longer: bool) -> int:
+        return sum(part.problems(longer) for part in self.parts)
 
 
 Groups = Mapping[str, Sequence[Outcome]]

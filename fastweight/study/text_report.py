@@ -108,9 +108,7 @@ def _panels(arms: Sequence[str], against: str) -> list[list[str]]:
 
 def _losses(groups: Groups) -> dict[str, list[tuple[float, float]]]:
     """By arm: tokens in context and the loss, mean over seeds."""
-    return {
-        arm: [(at, _at(group, i)) for i, (at, _) in enumerate(group[0].positions)] for arm, group in groups.items()
-    }
+    return {arm: [(at, _at(group, i)) for i, (at, _) in enumerate(group[0].positions)] for arm, group in groups.items()}
 
 
 def _apart(groups: Groups, against: str) -> dict[str, list[tuple[float, float]]]:
