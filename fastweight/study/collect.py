@@ -52,8 +52,8 @@ Everything that was measured, on one page; each section says by which command, w
 own figures come first, with ours where there are any, and what holds here of its claims."""
 CLAIMS = """\
 **Claims**, computed from the outcomes. One arm is ahead of another where the mean difference, seed by seed, is larger
-than the standard deviation over seeds of both; ± is the standard error of a difference. What holds does so for our
-models, tasks and sizes, not for the paper's."""
+than the standard deviation over seeds of both, and than two standard errors of a test of so few problems; ± is the
+standard error of a difference. What holds does so for our models, tasks and sizes, not for the paper's."""
 
 
 def write_collection(results: Path, out: Path) -> list[Path]:
