@@ -11,7 +11,7 @@ from fastweight.models.cost import state_bytes
 from fastweight.study.claims import Trained, sentences, verdict
 from fastweight.study.effects import comparisons, paired, sides
 from fastweight.study.plan import Study, load_study
-from fastweight.study.report import difference, page, spread, write_study
+from fastweight.study.report import KNOWING, difference, page, spread, write_study
 from fastweight.study.runner import run_study
 from fastweight.training.model import config_of
 
@@ -140,6 +140,20 @@ def shares(arm, longer, **less):
         Outcome(arm, seed, arm, 1000, (1, 2), [2, 3], 80, {name: [1.0, share - off] for name, off in by.items()})
         for seed, share in enumerate(longer)
     ]
+
+
+def test_how_far_the_runs_go_that_have_learned_what_they_were_trained_on():
+    """Beside how far all go, and only where some have and some have not."""
+    groups = {"a": shares("a", [0.5, 0.75]), "b": shares("b", [0.1])}
+    groups["a"][0].shares["exact"][0] = 0.5
+    study = Study("sums", "", "addition-small", {"a": [], "b": [], "c": []}, "b", seeds=2)
+    told = page(study, [o for group in groups.values() for o in group], [], "study.png")
+    assert f"| longer % | {KNOWING} | against b, by seed |" in told
+    assert "| a | 2 | 1,000 | 75.0 ± 35.4 | 62.5 ± 17.7 | 75.0 (1) | +40.0 |" in told
+    assert "| b | 1 | 1,000 | 100.0 | 10.0 | 10.0 (1) |  |" in told
+    assert "in brackets, how many do" in told
+    groups["a"].pop(0)
+    assert KNOWING not in page(study, [o for group in groups.values() for o in group], [], "study.png")
 
 
 def test_claims_are_computed_whatever_they_say():

@@ -74,6 +74,11 @@ class Outcome:
         """Of the test, beyond the training sizes or among them."""
         return self.count * sum((size > self.trained[1]) == longer for size in self.sizes)
 
+    @property
+    def learned(self) -> bool:
+        """Whether 99 % of whole problems of the training sizes are right."""
+        return "exact" in self.shares and (self.mean("exact", False) or 0.0) >= 0.99
+
     def in_words(self) -> str:
         """A line for people who wait."""
         means = ((self.mean("token", longer), where) for longer, where in ((False, "inside"), (True, "beyond")))

@@ -20,6 +20,7 @@ STUDY = "study.json"
 Kind = TypeVar("Kind", Outcome, TextOutcome)
 Outcomes = Sequence[Outcome | TextOutcome]
 
+KNOWING = "... of runs that know the training sizes"
 MEASURES = {
     "token": "tokens right",
     "exact": "whole problems right",
@@ -45,17 +46,22 @@ def difference(values: Sequence[float]) -> str:
 
 
 def summary_table(study: Study, groups: Mapping[str, Sequence[Outcome]], measure: str) -> str:
-    """A row for each arm: seeds, parameters, mean inside and beyond the training sizes, difference from `against`."""
+    """A row for each arm: seeds, parameters, mean inside and beyond the training sizes, difference from `against`; and
+    the mean beyond them of those runs that have learned what they were trained on, where some have and some have not."""
     beyond = _beyond(groups, measure)
+    learned = {o.learned for group in groups.values() for o in group} == {True, False} and beyond
     states = {arm: group[0].cost["state_bytes"] for arm, group in groups.items() if "state_bytes" in group[0].cost}
     head = ["arm", "seeds", "parameters", *["state KB"] * bool(states), "training sizes %"]
-    head += ["longer %"] * beyond + [f"against {study.against}, by seed"]
+    head += ["longer %"] * beyond + [KNOWING] * learned
+    head += [f"against {study.against}, by seed"]
     rows = []
     for arm, group in groups.items():
         row = [arm, str(len(group)), f"{group[0].num_parameters:,}"]
         row += [f"{states[arm] / 1000:,.1f}" if arm in states else "-"] * bool(states)
         row.append(_mean_of(group, measure, False))
         row += [_mean_of(group, measure, True)] * beyond
+        knowing = [o for o in group if o.learned]
+        row += [f"{_mean_of(knowing, measure, True)} ({len(knowing)})" if knowing else "-"] * learned
         others = groups.get(study.against, [])
         row.append("" if arm == study.against else difference(paired(group, others, measure, beyond)))
         rows.append(row)
@@ -118,10 +124,10 @@ def _tables(study: Study, outcomes: Sequence[Outcome]) -> list[str]:
             effects.table(list(study.arms), groups, measure, _beyond(groups, measure)),
             size_table(groups, measure),
         ]
-    return [
-        *parts,
-        "± beside a percentage is the standard deviation over seeds, beside a difference its standard error.",
-    ]
+    signs = "± beside a percentage is the standard deviation over seeds, beside a difference its standard error."
+    if any(KNOWING in part for part in parts):
+        signs += " A run knows its training sizes with 99 % of their whole problems right; in brackets, how many do."
+    return [*parts, signs]
 
 
 def _settings(study: Study) -> str:
