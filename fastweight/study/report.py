@@ -47,7 +47,7 @@ def difference(values: Sequence[float]) -> str:
 
 def summary_table(study: Study, groups: Mapping[str, Sequence[Outcome]], measure: str) -> str:
     """A row for each arm: seeds, parameters, mean inside and beyond the training sizes, difference from `against`; and
-    the mean beyond them of those runs that have learned what they were trained on, where some have and some have not."""
+    the mean beyond them of the runs that have learned what they were trained on, where some have and some have not."""
     beyond = _beyond(groups, measure)
     learned = {o.learned for group in groups.values() for o in group} == {True, False} and beyond
     states = {arm: group[0].cost["state_bytes"] for arm, group in groups.items() if "state_bytes" in group[0].cost}
