@@ -71,6 +71,10 @@ def scored(name, scoring):
         (lambda: load_study("nothing"), "study: got 'nothing'"),
         (lambda: load_study("mqar", only=["falcon-9"]), "--only"),
         (lambda: load_study("mqar", seeds=0), "seeds"),
+        (
+            lambda: load_study("addition", ["model.intermediate_size=8"]),
+            "--set: got model.intermediate_size, .* retnet",
+        ),
         (lambda: Study("a", "b", "parity-tiny", ARMS, "x"), "against"),
         (lambda: Study("a", "b", "parity-tiny", ARMS, "mamba2", scored="x"), "study.scored: got 'x'"),
         (lambda: run_study(load_study("mqar", ["model.x.y"]), Path("nowhere"), workers=1), "KEY=VALUE"),

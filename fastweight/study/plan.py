@@ -12,7 +12,7 @@ Every arm sees the same data with the same seed, so arms are compared seed by se
 parameters, so two arms of one seed start alike only where their parameters have the same shapes.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import resources
 from pathlib import Path
@@ -92,7 +92,7 @@ def load_study(
     """A study by name or YAML file.
 
     Args:
-        settings: on top of its own.
+        settings: on top of its own; ValueError for one that an arm sets too, and so would overrule.
         seeds: instead of its own number.
         only: arms to keep; none: all.
         recipe: instead of its own, the same arms on another task or size; the study is then called NAME-RECIPE.
@@ -113,6 +113,8 @@ def load_study(
     if missing:
         raise ValueError(f"--only: got {', '.join(missing)}, expected arms of {', '.join(arms)}")
     arms = {label: changes for label, changes in arms.items() if not chosen or label in chosen}
+    settings = list(settings)
+    _check_not_overruled(settings, arms)
     against = raw.get("against")
     return Study(
         name=Path(name).stem if recipe is None else f"{Path(name).stem}-{Path(recipe).stem}",
@@ -128,6 +130,22 @@ def load_study(
     )
 
 
+def _check_not_overruled(settings: Iterable[str], arms: Mapping[str, Sequence[str]]) -> None:
+    for name in map(_name_of, settings):
+        if name == "training.seed":
+            raise ValueError("--set: got training.seed, which every member has its own of; expected --seeds NUMBER")
+        deaf = [label for label, changes in arms.items() if name in map(_name_of, changes)]
+        if deaf:
+            raise ValueError(
+                f"--set: got {name}, which these arms set themselves: {', '.join(deaf)}; expected a setting that no "
+                "arm has (--only leaves arms out, a YAML file has arms of your own)"
+            )
+
+
+def _name_of(setting: str) -> str:
+    return setting.partition("=")[0]
+
+
 def _last(settings: Iterable[str]) -> list[str]:
     """One setting of each name: the last, which is the one that counts."""
-    return list({setting.partition("=")[0]: setting for setting in settings}.values())
+    return list({_name_of(setting): setting for setting in settings}.values())
