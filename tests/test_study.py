@@ -71,6 +71,7 @@ def scored(name, scoring):
         (lambda: load_study("nothing"), "study: got 'nothing'"),
         (lambda: load_study("mqar", only=["falcon-9"]), "--only"),
         (lambda: load_study("mqar", seeds=0), "seeds"),
+        (lambda: load_study("mqar", ["training.seed=8"]), "expected --seeds"),
         (
             lambda: load_study("addition", ["model.intermediate_size=8"]),
             "--set: got model.intermediate_size, .* retnet",
