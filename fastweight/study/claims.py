@@ -85,14 +85,14 @@ def verdict(ours: Sequence[Scored], theirs: Sequence[Scored], measure: str, long
     groups = ours, theirs
     spreads = [_spread(group, measure, longer) for group in groups]
     chance = 2 * sqrt(sum(_chance(group, measure, longer) for group in groups))
-    return _decided(paired(ours, theirs, measure, longer), spreads, chance)
+    return _decided(paired(ours, theirs, measure, longer), [*spreads, chance])
 
 
-def _decided(values: Sequence[float], spreads: Sequence[float | None], chance: float = 0.0) -> str:
-    """Of differences seed by seed, the spreads of both arms, and the difference that says nothing in itself."""
-    if len(values) < 2 or None in spreads:
+def _decided(values: Sequence[float], limits: Sequence[float | None]) -> str:
+    """Of differences seed by seed, and what their mean has to exceed; None: not known, of too few seeds."""
+    if len(values) < 2 or None in limits:
         return OPEN
-    margin, limit = mean(values), max(chance, *(spread or 0.0 for spread in spreads))
+    margin, limit = mean(values), max(limit or 0.0 for limit in limits)
     return HOLDS if margin > limit else REFUTED if margin < -limit else OPEN
 
 

@@ -62,6 +62,11 @@ def comparisons(arms: Sequence[str]) -> list[Comparison]:
     return found
 
 
+def varied(arms: Sequence[str]) -> dict[str, str]:
+    """Variants whose name alone is an arm too, each with that arm."""
+    return {f"{name}, {v}": name for name, variants in _grid(arms).items() if name in arms for v in variants}
+
+
 def _grid(arms: Sequence[str]) -> dict[str, list[str]]:
     """Variants by the names of arms that have any."""
     grid: dict[str, list[str]] = {}

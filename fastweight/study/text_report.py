@@ -15,7 +15,9 @@ from matplotlib.figure import Figure
 from fastweight.evaluation.page import markdown_table
 from fastweight.evaluation.picture import COLOURS, draw_by_context
 from fastweight.evaluation.text_outcomes import LAST_WORDS, VALIDATION, TextOutcome
+from fastweight.study.effects import varied
 from fastweight.study.figures import difference, spread
+from fastweight.study.picture import MOST_LINES
 from fastweight.study.plan import Study
 
 Groups = Mapping[str, Sequence[TextOutcome]]
@@ -79,10 +81,10 @@ def draw(groups: Groups, against: str, path: Path) -> None:
     _draw_losses(left, groups)
     differences = against in groups and len(groups) > 1
     curves = _apart(groups, against) if differences else _losses(groups)
+    ylabel = f"nats a token above {against}" if differences else "nats a token"
     for row, arms in enumerate(shown):
         panel = figure.add_subplot(grid[row, 1], sharey=right[0] if right else None)
-        lines = {arm: curves[arm] for arm in arms if arm in curves}
-        draw_by_context(panel, lines, f"nats a token above {against}" if differences else "nats a token", list(groups))
+        draw_by_context(panel, {arm: curves[arm] for arm in arms if arm in curves}, ylabel, list(groups))
         if differences:
             panel.axhline(0, color="black", linewidth=0.8)
         panel.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False, fontsize=8)
@@ -96,13 +98,12 @@ def draw(groups: Groups, against: str, path: Path) -> None:
 
 
 def _panels(arms: Sequence[str], against: str) -> list[list[str]]:
-    """The arms of each panel: all in one, or, of more than have colours, variants ("ARM, WHAT") beside what they vary,
+    """The arms of each panel: all in one, or, of more than MOST_LINES, variants ("ARM, WHAT") beside what they vary,
     if that leaves both panels emptier."""
-    bases = {arm: arm.partition(", ")[0] for arm in arms if arm.partition(", ")[0] in arms}
-    variants = [arm for arm, base in bases.items() if base != arm]
-    varied = {bases[arm] for arm in variants} - {against}
-    split = [[arm for arm in arms if arm not in variants], [arm for arm in arms if arm in varied or arm in variants]]
-    few = len(arms) <= len(COLOURS)
+    variants = varied(arms)
+    changed = {*variants, *variants.values()} - {against}
+    split = [[arm for arm in arms if arm not in variants], [arm for arm in arms if arm in changed]]
+    few = len(arms) <= MOST_LINES
     return [list(arms)] if few or max(map(len, split)) > 0.75 * len(arms) else split
 
 
